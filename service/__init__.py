@@ -1,0 +1,1 @@
+"""Weighbridge's service: weighs a JAX training step on a mocked TPU topology before it trains."""

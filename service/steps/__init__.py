@@ -1,0 +1,1 @@
+"""Real train steps on attached devices, and the checks that only real steps can make."""

@@ -1,0 +1,1 @@
+"""Jobs, reports, events and artifacts in an SQL database."""

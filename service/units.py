@@ -1,0 +1,40 @@
+"""How quantities are written for people: bytes in binary units, counts with separators, seconds."""
+
+from __future__ import annotations
+
+_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+UNKNOWN = "unknown"
+
+
+def format_bytes(num_bytes: int | None) -> str:
+    """Bytes with two decimals in the largest binary unit that keeps them above one: `15.89 GiB`; None is `unknown`."""
+    if num_bytes is None:
+        return UNKNOWN
+    sign = "-" if num_bytes < 0 else ""
+    size = abs(num_bytes)
+    for step, unit in _STEPS:
+        if size >= step:
+            return f"{sign}{size / step:,.2f} {unit}"
+    return f"{sign}{size} B"
+
+
+def format_count(count: int | None) -> str:
+    """A whole number with thousands separators; None is `unknown`."""
+    return UNKNOWN if count is None else f"{count:,}"
+
+
+def format_parameters(count: int | None) -> str:
+    """A parameter count in the field's decimal units: `671.03 B`, `15.71 B`, `43.5 M`."""
+    if count is None:
+        return UNKNOWN
+    for step, unit, digits in ((10**9, "B", 2), (10**6, "M", 1), (10**3, "K", 1)):
+        if count >= step:
+            return f"{count / step:,.{digits}f} {unit}"
+    return str(count)
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Seconds with one decimal, milliseconds below one; None is `unknown`."""
+    if seconds is None:
+        return UNKNOWN
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

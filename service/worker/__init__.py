@@ -1,0 +1,1 @@
+"""Claims jobs under a lease and supervises their child processes."""

@@ -1,0 +1,30 @@
+"""Sets the process-wide JAX environment before anything loads JAX, checks jaxtyping signatures, and leaves slow tests out by default."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the slow tests too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Every signature of service.models is checked at run time; the hook must stand before the modules are imported.
+    from jaxtyping import install_import_hook
+
+    install_import_hook("service.models", "beartype.beartype")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    skip = pytest.mark.skip(reason="slow; run with ./dev test --all")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,1 @@
+"""The light client of Weighbridge: what people import and run in their own CI."""
