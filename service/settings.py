@@ -38,7 +38,7 @@ def _total_memory_bytes() -> int:
 class Settings(BaseModel):
     """How this process runs. Each field is set by the variable `WEIGHBRIDGE_` + its name in capitals."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     data_dir: Path = Field(default=Path(".weighbridge"), description="database, artifacts and caches; created where first needed")
     database_url: str = Field(default="", description="SQLAlchemy URL; empty is SQLite in data_dir")
