@@ -1,4 +1,4 @@
-"""Where each dim of each array lies on the mesh: one table of logical-to-mesh rules, and the few functions that read it.
+"""Where each dim of each array lies on the mesh: the functions that read the table of `rules`.
 
 Convention of the whole package: the mesh is the one set by `jax.set_mesh(mesh)` around tracing, with every axis of type Auto
 (`make_mesh` here sees to it). Parameters carry their logical axes as `axes` metadata of their `nnx.Param`. Activations are pinned
@@ -8,7 +8,7 @@ with `constrain`. Inside `shard_map` names are mesh axes. With no mesh set, ever
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -16,33 +16,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from service.models.config import AXIS_NAMES, MeshAxes
-
-RULES: Mapping[str, tuple[str, ...]] = {
-    # activations
-    "batch": ("data", "fsdp", "expert"),
-    "seq": ("context",),
-    "heads": ("tensor",),
-    "mlp": ("tensor",),
-    "vocab": ("tensor",),
-    "streams": (),
-    "dim": (),
-    # weights: state that is not experts' is cut over fsdp, expert and context together
-    "embed": ("fsdp", "expert", "context"),
-    "lora": (),
-    "head_dim": (),
-    "layers": (),
-    "norm": (),
-    "experts": ("expert",),
-    "expert_embed": (),
-    "expert_mlp": ("fsdp", "context", "tensor"),
-    "router_experts": (),
-    "engram_rows": ("fsdp", "expert", "context"),
-    "engram_dim": (),
-    "channels": (),
-    "kernel": (),
-}
-"""Logical axis to the mesh axes it is cut over. An axis that is not here is an error, never a replica."""
-
+from service.models.rules import RULES
 
 def make_mesh(axes: MeshAxes, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of `axes.num_devices` devices with Auto axes (`jax.make_mesh` makes Explicit ones, on which shard_map raises).
