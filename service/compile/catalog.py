@@ -168,7 +168,9 @@ def find_topology(name: str, num_slices: int = 1) -> Topology:
             return _topology(family, topology.dims, num_slices)
     legal = ", ".join(t.name for t in named_topologies(family.name))
     counts = {1: "chips", 2: "devices, two a chip" if family.devices_per_chip == 2 else "cores, two a chip"}[family.name_counts_per_chip]
-    raise ValueError(f"topology {name!r} is not a named slice ({family.name} names count {counts}); legal: {legal}; or a shape {_example(family)}")
+    raise ValueError(
+        f"topology {name!r} is not a named slice ({family.name} names count {counts}); legal: {legal}; or a shape {_example(family)}"
+    )
 
 
 def _named_dims(family: str) -> tuple[tuple[int, ...], ...]:

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from service.models.config import AXIS_NAMES, MeshAxes
 from service.models.rules import RULES
 
+
 def make_mesh(axes: MeshAxes, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of `axes.num_devices` devices with Auto axes (`jax.make_mesh` makes Explicit ones, on which shard_map raises).
 
@@ -53,7 +54,9 @@ def spec(*logical: str | None) -> PartitionSpec:
             raise ValueError(f"logical axis {name!r} has no rule; known axes: {', '.join(sorted(RULES))}")
         for mesh_axis in RULES[name]:
             if mesh_axis in taken:
-                raise ValueError(f"logical axes {taken[mesh_axis]!r} and {name!r} are both cut over mesh axis {mesh_axis!r}; change one rule")
+                raise ValueError(
+                    f"logical axes {taken[mesh_axis]!r} and {name!r} are both cut over mesh axis {mesh_axis!r}; change one rule"
+                )
             taken[mesh_axis] = name
         parts.append(RULES[name] or None)
     return PartitionSpec(*parts)

@@ -101,7 +101,7 @@ class EngramConfig(Frozen):
     def _one_base_per_order(self) -> EngramConfig:
         if len(self.base_sizes) != self.num_orders:
             raise ValueError(
-                f"base_sizes has {len(self.base_sizes)} entries; max_ngram {self.max_ngram} needs {self.num_orders}, one for each order from 2"
+                f"base_sizes has {len(self.base_sizes)} entries; max_ngram {self.max_ngram} needs {self.num_orders}, one per order from 2"
             )
         if len(set(self.layers)) != len(self.layers):
             raise ValueError(f"layers {list(self.layers)} names a layer twice; name each once")
@@ -212,7 +212,9 @@ class MoeConfig(Frozen):
     @model_validator(mode="after")
     def _factor_is_worst_case_or_positive(self) -> MoeConfig:
         if self.ragged_buffer_factor != -1 and not 0 < self.ragged_buffer_factor <= 1024:
-            raise ValueError(f"ragged_buffer_factor is {self.ragged_buffer_factor}; use -1 for the worst case, or a factor above 0 (0.125, 1, 2)")
+            raise ValueError(
+                f"ragged_buffer_factor is {self.ragged_buffer_factor}; use -1 for the worst case, or a factor above 0 (0.125, 1, 2)"
+            )
         return self
 
 

@@ -1,0 +1,191 @@
+"""What to weigh: the one schema of a spec, read from YAML or JSON, checked whole before anything starts; no JAX here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from service.compile.catalog import Topology, find_topology
+from service.errors import Problem, SpecError
+from service.models.config import (
+    PRESETS,
+    ContextConfig,
+    Frozen,
+    MeshAxes,
+    ModelConfig,
+    MoeConfig,
+    ProgramName,
+    StepConfig,
+    TrainConfig,
+)
+from service.records import Depth
+from service.spec_checks import check_spec
+from service.spec_problems import nearest, problems_of
+
+MAX_SPEC_CHARACTERS = 64_000
+
+
+class ModelSpec(ModelConfig):
+    """A preset with any field overridden; what is stored is the result, field by field."""
+
+    preset: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _override_preset(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("preset") in PRESETS:
+            return _merge(PRESETS[data["preset"]]().model_dump(mode="json"), data)
+        return data
+
+    def config(self) -> ModelConfig:
+        """The architecture alone, without the preset's name."""
+        return ModelConfig.model_validate(self.model_dump(exclude={"preset"}))
+
+
+class MeshSpec(MeshAxes):
+    """The topology, and how its devices are laid out as mesh axes."""
+
+    topology: Annotated[str, Field(max_length=64)]
+    slices: Annotated[int, Field(ge=1, le=64)] = 1
+
+    def axes(self) -> MeshAxes:
+        """The mesh axes alone."""
+        return MeshAxes(**{name: getattr(self, name) for name in MeshAxes.model_fields})
+
+
+class Spec(Frozen):
+    """What to weigh. Made by `parse_spec`, which also checks what no single field can say."""
+
+    scenario: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    model: ModelSpec
+    train: TrainConfig
+    mesh: MeshSpec
+    context: ContextConfig = ContextConfig()
+    moe: MoeConfig = MoeConfig()
+    programs: tuple[ProgramName, ...] = Field(default=("candidate",), min_length=1, max_length=2)
+    depth: Depth = "memory"
+    compiler_options: Mapping[str, bool | int | str] = Field(default={}, max_length=32)
+
+    @cached_property
+    def topology(self) -> Topology:
+        return find_topology(self.mesh.topology, self.mesh.slices)
+
+    def step_config(self) -> StepConfig:
+        """What the train step depends on."""
+        return StepConfig(model=self.model.config(), train=self.train, axes=self.mesh.axes(), context=self.context, moe=self.moe)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data from which `parse_spec` makes this spec again."""
+        return self.model_dump(mode="json")
+
+    def canonical_hash(self) -> str:
+        """SHA-256 of what decides the result: the scenario's and the preset's names do not, nor how the topology was spelled."""
+        data = self.as_json()
+        del data["scenario"], data["model"]["preset"]
+        data["mesh"]["topology"] = self.topology.jax_name
+        data["programs"] = sorted(data["programs"])
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def load_spec(text: str) -> Spec:
+    """A spec from YAML or JSON text (JSON is YAML).
+
+    Raises:
+        SpecError: the text cannot be read, or the spec is wrong; carries every problem.
+    """
+    if len(text) > MAX_SPEC_CHARACTERS:
+        raise SpecError([Problem("", f"{len(text)} characters", "the spec is too long", f"at most {MAX_SPEC_CHARACTERS} characters")])
+    try:
+        data = yaml.load(text, Loader=_PlainLoader)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        place = f" at line {where.line + 1}, column {where.column + 1}" if where else ""
+        reason = getattr(error, "problem", None) or str(error)
+        raise SpecError([Problem("", text[:80], f"not readable as YAML or JSON{place}: {reason}", "one YAML or JSON mapping")]) from error
+    return parse_spec(data)
+
+
+def parse_spec(data: Any) -> Spec:
+    """A checked spec from plain data.
+
+    Raises:
+        SpecError: carries every problem found, of the schema and of what the fields say together.
+    """
+    if not isinstance(data, Mapping):
+        kind = "nothing" if data is None else type(data).__name__
+        raise SpecError([Problem("", kind, f"a spec is a mapping, and this is {kind}", f"keys: {', '.join(Spec.model_fields)}")])
+    data = {**data}
+    preset, topology = _get(data, "model", "preset"), _get(data, "mesh", "topology")
+    if "scenario" not in data and isinstance(preset, str) and isinstance(topology, str):
+        data["scenario"] = f"{preset}-{topology}".replace(":", "-")[:100]
+
+    problems: list[Problem] = []
+    if isinstance(data.get("model"), Mapping) and preset not in PRESETS:
+        hint = f"; did you mean {nearest(str(preset), PRESETS)}?" if nearest(str(preset), PRESETS) else ""
+        problems.append(Problem("model.preset", preset, f"no such preset{hint}", ", ".join(PRESETS)))
+    try:
+        spec = Spec.model_validate(data)
+    except ValidationError as error:
+        schema = problems_of(error, Spec)
+        # An unknown preset leaves its fields empty; their absence is the same mistake.
+        problems += [p for p in schema if not (problems and p.path.startswith("model"))]
+        problems += check_spec(_valid_sections(data))
+        raise SpecError(problems) from error
+    problems += check_spec({name: getattr(spec, name) for name in Spec.model_fields})
+    if problems:
+        raise SpecError(problems)
+    return spec
+
+
+def _valid_sections(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections that are sound by themselves, so that what is wrong between them is told in the same answer."""
+    sections: dict[str, Any] = {}
+    for name, section in (("model", ModelSpec), ("train", TrainConfig), ("mesh", MeshSpec), ("context", ContextConfig), ("moe", MoeConfig)):
+        try:
+            sections[name] = section.model_validate(data.get(name, {}))
+        except ValidationError:
+            continue
+    for name, kind in (("programs", list), ("compiler_options", dict)):
+        if isinstance(data.get(name), kind):
+            sections[name] = data[name]
+    return sections
+
+
+def _get(data: Mapping[str, Any], section: str, field: str) -> Any:
+    inner = data.get(section)
+    return inner.get(field) if isinstance(inner, Mapping) else None
+
+
+def _merge(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML as data: no aliases (a few of them can stand for gigabytes) and no key twice (the first would be lost)."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.MarkedYAMLError(problem="aliases are not taken; write the value out", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is not a name", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
