@@ -61,6 +61,11 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> Problem:
     if kind in _BOUNDS:
         bound, word = _BOUNDS[kind]
         return Problem(path, _shorten(value), f"{value!r} is out of range", f"{word} {context[bound]:,}")
+    if kind in ("too_short", "too_long"):
+        word, bound = ("at least", context["min_length"]) if kind == "too_short" else ("at most", context["max_length"])
+        return Problem(path, _shorten(value), f"has {context['actual_length']} entries", f"{word} {bound}")
+    if kind == "string_pattern_mismatch":
+        return Problem(path, _shorten(value), f"{value!r} has characters a name cannot have", f"text that matches {context['pattern']}")
     if kind == "value_error":
         return Problem(path, _shorten(value), str(context["error"]), "as the message says")
     legal = next((text for prefix, text in _KINDS.items() if kind.startswith(prefix)), details["msg"])

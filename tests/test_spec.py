@@ -1,0 +1,207 @@
+"""Specs that are right round-trip; specs that are wrong in twenty-odd ways each get one clear answer."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.errors import SpecError
+from service.spec import MAX_SPEC_CHARACTERS, Spec, load_spec, parse_spec
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+
+GOOD: dict[str, Any] = {
+    "scenario": "good",
+    "model": {"preset": "deepseek-custom"},
+    "train": {"seq_len": 1024, "per_device_batch": 2, "attention": "dot_product"},
+    "mesh": {"topology": "v5p-8", "fsdp": 2, "context": 2},
+    "moe": {"ragged_buffer_factor": 0.125, "dropless": {"token_chunks": 4}},
+    "programs": ["candidate", "dropless"],
+}
+
+# path to change, value to set, path the problem must name, words its message must hold, words its legal part must hold
+WRONG: dict[str, tuple[str, Any, str, str, str]] = {
+    "unknown section": ("trian", {}, "trian", "did you mean train?", "train"),
+    "unknown field": ("train.seq_length", 1, "train.seq_length", "did you mean seq_len?", "seq_len"),
+    "unknown preset": ("model.preset", "deepseek-v3-671", "model.preset", "did you mean deepseek-v3-671b?", "tiny"),
+    "unknown field of the model": ("model.mla.kv_rank", 4, "model.mla.kv_rank", "unknown field", "kv_lora_rank"),
+    "unknown topology name": ("mesh.topology", "v5p-7", "mesh.topology", "names count cores", "v5p-512"),
+    "not a TPU": ("mesh.topology", "h100-8", "mesh.topology", "not a TPU that can be mocked", "v5p"),
+    "shape with too few dims": ("mesh.topology", "v5p:4x4", "mesh.topology", "has 2 dims; v5p has 3", "v5p:4x8x8"),
+    "shape of half hosts": ("mesh.topology", "v5p:3x3x1", "mesh.topology", "not whole hosts", "v5p:4x8x8"),
+    "axes against devices": ("mesh.fsdp", 4, "mesh", "multiply to 8 (fsdp 4 × context 2) and v5p-8 (2x2x1 chips) has 4 devices", "fsdp 2"),
+    "data against slices": ("mesh.slices", 3, "mesh.data", "no multiple of 3 slices", "a multiple of 3"),
+    "batch not whole": ("train.per_device_batch", 0.3, "train.per_device_batch", "1.2 sequences", "1/4"),
+    "batch against its axes": (
+        "train.per_device_batch",
+        0.25,
+        "train.per_device_batch",
+        "does not divide over data × fsdp × expert = 2",
+        "2",
+    ),
+    "sequence against context": ("train.seq_len", 1023, "train.seq_len", "2 ranks of the context axis", "a multiple of 2"),
+    "sequence against load balance": ("train.seq_len", 1022, "train.seq_len", "2 × 2 = 4 chunks", "a multiple of 4"),
+    "chunk against halo": (
+        "train.seq_len",
+        32,
+        "train.seq_len",
+        "halo of 9 tokens ((kernel_size - 1) × max_ngram) exceeds the 8",
+        "36 positions",
+    ),
+    "heads against tensor": ("mesh.tensor", 3, "model.num_heads", "tensor 3 = 3 shards", "a multiple of 3"),
+    "experts against expert": ("mesh.expert", 3, "mesh.expert", "16 experts do not divide over 3 ranks", "a divisor of 16"),
+    "width against its axes": ("model.dim", 1026, "model.dim", "fsdp 2 × expert 1 × context 2 = 4 shards", "a multiple of 4"),
+    "too many experts a token": (
+        "model.experts.num_experts_per_token",
+        17,
+        "model.experts.num_experts_per_token",
+        "17 of 16",
+        "at most 16",
+    ),
+    "groups against experts": (
+        "model.experts.num_groups",
+        3,
+        "model.experts.num_groups",
+        "16 experts do not divide in 3",
+        "a divisor of 16",
+    ),
+    "int32 row ids": ("model.engram.base_sizes", [2**28, 2**28], "model.engram.base_sizes", "beyond what int32 row ids", "sum to at most"),
+    "one base per order": ("model.engram.base_sizes", [251], "model.engram", "max_ngram 3 needs 2", ""),
+    "Engram layer outside": ("model.engram.layers", [1, 6], "model.engram.layers", "names layers [6] of 6", "0 to 5"),
+    "dense layers without width": ("model.mlp_dim", None, "model.mlp_dim", "1 dense layers need a width", "positive"),
+    "MoE layers without experts": ("model.experts", None, "model.experts", "5 layers are MoE", "every layer dense"),
+    "rope of odd width": ("model.mla.qk_rope_head_dim", 15, "model.mla.qk_rope_head_dim", "turns pairs", "even"),
+    "striped with Engram": ("context.order", "striped", "context.order", "reads neighbours", "dual_chunk_swap"),
+    "token chunks": ("moe.dropless.token_chunks", 3, "moe.dropless.token_chunks", "2048 tokens on each device", "a divisor of 2048"),
+    "vocabulary chunks": ("train.vocab_chunks", 3, "train.vocab_chunks", "512 positions on each device", "a divisor of 512"),
+    "buffer factor": ("moe.ragged_buffer_factor", 0, "moe", "use -1 for the worst case", ""),
+    "dtype": ("train.dtype", "int8", "train.dtype", "'int8' is not one of", "'bfloat16' or 'float32'"),
+    "negative": ("train.seq_len", -4, "train.seq_len", "-4 is out of range", "at least 1"),
+    "not a number": ("train.learning_rate", float("nan"), "train.learning_rate", "finite", "finite number"),
+    "missing": ("train.seq_len", ..., "train.seq_len", "is missing", "required"),
+    "remat name": ("train.remat", {"save": ["atention_out"]}, "train.remat.save", "did you mean attention_out?", "moe_out"),
+    "program twice": ("programs", ["candidate", "candidate"], "programs", "names a program twice", "at most once"),
+    "no program": ("programs", [], "programs", "has 0 entries", "at least 1"),
+    "name with spaces": ("scenario", "a b", "scenario", "characters a name cannot have", "A-Za-z0-9"),
+    "option that writes files": (
+        "compiler_options",
+        {"xla_dump_to": "x"},
+        "compiler_options.xla_dump_to",
+        "not an option a spec may set",
+        "xla_tpu",
+    ),
+    "option of the wrong type": (
+        "compiler_options",
+        {"xla_tpu_max_hbm_size_mib": "9"},
+        "compiler_options.xla_tpu_max_hbm_size_mib",
+        "'9' is not what",
+        "a whole number",
+    ),
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    spec = copy.deepcopy(GOOD)
+    *parents, last = path.split(".")
+    section = spec
+    for name in parents:
+        section = section.setdefault(name, {})
+    if value is ...:
+        del section[last]
+    else:
+        section[last] = value
+    return spec
+
+
+def problems(data: Any) -> dict[str, tuple[str, str]]:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(data)
+    return {p.path: (p.message, p.legal) for p in caught.value.problems}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_spec_is_told_where_why_and_what_would_be_legal(name: str) -> None:
+    path, value, where, message, legal = WRONG[name]
+    found = problems(changed(path, value))
+    assert where in found, found
+    assert message in found[where][0]
+    assert legal in found[where][1]
+
+
+def test_everything_wrong_is_told_in_one_answer() -> None:
+    data = changed("train.dtype", "int8")
+    data["mesh"]["fsdp"] = 3
+    data["model"]["engram"] = {"layers": [9]}
+    data["compiler_options"] = {"xla_dump_to": "x"}
+    data["extra"] = 1
+    assert set(problems(data)) >= {"train.dtype", "mesh", "model.engram.layers", "compiler_options.xla_dump_to", "extra"}
+
+
+def test_an_unknown_preset_is_one_problem_not_one_per_missing_field() -> None:
+    assert list(problems(changed("model.preset", "deepsek"))) == ["model.preset"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1", "line 1"),
+        ("a: 1\na: 2", "'a' stands twice"),
+        ("a: &x 1\nb: *x", "aliases are not taken"),
+        ("1: 2", "key 1 is not a name"),
+        ("- a", "this is list"),
+        ("", "this is nothing"),
+        ("a" * (MAX_SPEC_CHARACTERS + 1), "too long"),
+    ],
+)
+def test_text_that_is_no_spec_is_refused_with_the_reason(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        load_spec(text)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_spec_that_survives_the_way_through_json(path: Path) -> None:
+    spec = load_spec(path.read_text())
+    again = parse_spec(spec.as_json())
+    assert again == spec
+    assert again.canonical_hash() == spec.canonical_hash()
+    assert spec.scenario == path.stem
+
+
+def test_the_hash_is_of_what_is_weighed_not_of_how_it_was_written() -> None:
+    spec = parse_spec(GOOD)
+    assert parse_spec(changed("scenario", "other")).canonical_hash() == spec.canonical_hash()
+    assert parse_spec(changed("mesh.topology", "v5p:2x2x1")).canonical_hash() == spec.canonical_hash()
+    assert parse_spec(changed("programs", ["dropless", "candidate"])).canonical_hash() == spec.canonical_hash()
+    assert parse_spec(changed("train.seq_len", 2048)).canonical_hash() != spec.canonical_hash()
+
+
+def test_an_override_changes_only_its_field() -> None:
+    plain, spec = parse_spec(GOOD), parse_spec(changed("model.mtp", {"depth": 1}))
+    assert spec.model.mtp.depth == 1
+    assert spec.model.mtp.loss_weight == plain.model.mtp.loss_weight
+    assert spec.model.model_copy(update={"mtp": plain.model.mtp}) == plain.model
+
+
+def test_the_global_batch_counts_devices_and_may_come_from_a_fraction() -> None:
+    assert parse_spec(GOOD).step_config().global_batch == 8
+    assert parse_spec(changed("train.per_device_batch", 0.5)).step_config().global_batch == 2
+
+
+def test_checking_a_spec_loads_no_jax() -> None:
+    code = (
+        f"import sys; from service.spec import load_spec; load_spec({yaml.safe_dump(GOOD)!r}); "
+        "print([name for name in sorted(sys.modules) if name.startswith(('jax', 'flax', 'libtpu'))])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_scenario_is_named_after_preset_and_topology_when_none_is_given() -> None:
+    assert parse_spec(changed("scenario", ...)).scenario == "deepseek-custom-v5p-8"
+    assert Spec.model_fields["scenario"].is_required()
