@@ -62,3 +62,10 @@ class TooLargeError(ServiceError):
 
     status = 413
     title = "Too large"
+
+
+class AnalysisError(ServiceError):
+    """A dump that cannot be read or does not add up; nothing measured from it can be trusted, so nothing is reported."""
+
+    status = 500
+    title = "The compiler's dump cannot be analysed"
