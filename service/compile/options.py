@@ -18,6 +18,12 @@ ALLOWED: Mapping[str, type] = {
     "xla_enable_async_all_gather": bool,
     "xla_enable_async_collective_permute": bool,
     "xla_tpu_rwb_fusion": bool,
+    "xla_tpu_enable_all_experimental_scheduler_features": bool,
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": bool,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": bool,
+    "xla_tpu_prefer_async_allgather_to_allreduce": bool,
+    "xla_tpu_host_transfer_overlap_limit": int,
+    "xla_max_concurrent_async_all_gathers": int,
 }
 """Option name to the type of its value. Each is compiled with for real by tests/compile/test_options.py."""
 
