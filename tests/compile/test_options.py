@@ -39,7 +39,7 @@ def test_the_compiler_knows_every_option_and_refuses_another(tmp_path) -> None:
 
 
 def test_no_option_writes_files_or_loads_code() -> None:
-    assert not [name for name in ALLOWED if any(word in name for word in ("dump", "path", "file", "dir", "cache", "load"))]
+    assert not {word for name in ALLOWED for word in name.split("_")} & {"dump", "path", "file", "dir", "cache", "load", "library"}
 
 
 def test_a_value_has_exactly_the_options_type() -> None:
