@@ -1,7 +1,8 @@
 """The contract between whoever wants a program weighed and the child process that does it; no JAX here.
 
-The child (`python -m service.compile.child`) reads one `CompileRequest` as JSON on stdin and writes JSON lines on stdout: progress
-events while it works, and exactly one `{"event": "report", "report": {...}}` last. What it prints on stderr is its log.
+The child (`python -m service.compile.child`) reads one `CompileRequest` as one line of JSON on stdin, which stays open: when it closes,
+the one who asked is gone and the child ends itself. It writes JSON lines on stdout: `{"event": "progress", ...}` while it works, and
+exactly one `{"event": "report", "report": {...}}` last. What it prints on stderr is its log.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from service.models.config import ProgramName
-from service.records import Depth, Record, Report
+from service.records import Depth, Record, Report, Toolchain
 
 
 class CompileRequest(Record):
     """One program to compile."""
 
-    spec: Mapping[str, Any] = Field(description="a validated spec, as `Spec.model_dump(mode='json')` gives it")
+    spec: Mapping[str, Any] = Field(description="a validated spec, as `Spec.as_json()` gives it")
     program: ProgramName
     depth: Depth = "memory"
-    work_dir: str = Field(description="a directory of this child's own: dump, TMPDIR and libtpu log go there; the runner removes it")
-    artifact_dir: str | None = Field(default=None, description="where to leave the optimised HLO proto for keeping; null keeps nothing")
+    work_dir: str = Field(
+        description="a directory of this child's own, not there yet: dump, TMPDIR and logs; the runner makes and removes it"
+    )
+    artifact_dir: str | None = Field(default=None, description="where to leave files for keeping, PROGRAM.NAME each; null keeps nothing")
+    capacity_bytes: int | None = Field(
+        default=None, description="HBM capacity where it is known already; null has the child ask the compiler"
+    )
+    toolchain: Toolchain | None = Field(default=None, description="put in the report; filled in by the runner")
 
 
 class ChildLimits(Record):
@@ -33,11 +40,13 @@ class ChildLimits(Record):
 
 
 class ProgressEvent(Record):
-    """A phase the child entered or finished."""
+    """A phase the child entered."""
 
-    name: str = Field(description="topology, build, trace, lower, compile, analyse, code_generation")
-    seconds: float = Field(description="since the child started")
-    data: Mapping[str, Any] = {}
+    name: str = Field(description="start, topology, build, trace, lower, compile, analyse, code_generation, retry")
+    seconds: float = Field(description="since the child process started")
+    data: Mapping[str, Any] = Field(
+        default={}, description="analyse and code_generation: allocated_bytes, capacity_bytes; retry: reason. Empty for the others"
+    )
 
 
 class Compiler(Protocol):
