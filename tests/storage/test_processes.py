@@ -1,0 +1,161 @@
+"""Several processes on one database: each job is given once, sequences have no gap, and migrations run once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from sqlalchemy import inspect
+
+from service.storage.database import (
+    DatabaseNotReadyError,
+    check_database,
+    create_store_engine,
+    newest_revision,
+    read,
+    upgrade_database,
+    write,
+)
+from service.storage.store import SqlStore
+from tests.storage.samples import new_job
+
+CLAIM_ALL = """
+import sys
+from pathlib import Path
+from service.storage.artifacts import ArtifactDirectory
+from service.storage.database import create_store_engine
+from service.storage.store import SqlStore
+from service.records import JobStatus
+url, name = sys.argv[1:]
+store = SqlStore(create_store_engine(url), ArtifactDirectory(Path("unused")))
+sys.stdin.readline()
+while claim := store.claim_job(name, kinds=["compile"], memory_bytes=None, lease_seconds=60, max_attempts=3):
+    for step in range(3):
+        store.append_event(claim.lease, "progress", {"step": step})
+    store.finish_job(claim.lease, JobStatus.SUCCEEDED)
+    print(claim.job.id)
+"""
+
+UPGRADE = """
+import sys
+from service.storage.database import create_store_engine, upgrade_database
+sys.stdin.readline()
+upgrade_database(create_store_engine(sys.argv[1]))
+"""
+
+
+def run_together(script: str, *arguments: tuple[str, ...]) -> list[str]:
+    """Start one process for each tuple of arguments, let all of them go at once, and return what each printed."""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script, *each], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for each in arguments
+    ]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return outputs
+
+
+def test_processes_that_claim_at_once_get_each_job_once(store: SqlStore, database_url: str) -> None:
+    ids = [store.add_job(new_job(str(number))).job.id for number in range(40)]
+    claimed = Counter(line for output in run_together(CLAIM_ALL, *[(database_url, f"w{n}") for n in range(4)]) for line in output.split())
+    assert claimed == dict.fromkeys(ids, 1)
+    for job_id in ids:
+        events = store.list_events(job_id)
+        assert [(e.sequence, e.name) for e in events] == [
+            (1, "queued"),
+            (2, "claimed"),
+            (3, "progress"),
+            (4, "progress"),
+            (5, "progress"),
+            (6, "finished"),
+        ]
+        assert store.get_job(job_id).attempts == 1
+
+
+def test_processes_that_start_at_once_migrate_a_new_database_once(database_url: str) -> None:
+    run_together(UPGRADE, *[(database_url,)] * 4)
+    engine = create_store_engine(database_url)
+    check_database(engine, newest_revision())
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+        assert connection.exec_driver_sql("SELECT count(*) FROM alembic_version").scalar_one() == 1
+    engine.dispose()
+
+
+def test_the_migrations_make_the_tables_that_the_code_describes(store: SqlStore, database_url: str) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.runtime.migration import MigrationContext
+
+    from service.storage.tables import metadata
+
+    engine = create_store_engine(database_url)
+    with read(engine) as connection:
+        assert compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), metadata) == []
+    engine.dispose()
+
+
+def test_a_database_at_another_migration_is_not_ready_and_says_what_to_run(database_url: str) -> None:
+    engine = create_store_engine(database_url)
+    with pytest.raises(DatabaseNotReadyError, match=r"at migration None.*run `python -m service upgrade`"):
+        check_database(engine, newest_revision())
+    engine.dispose()
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from alembic import op
+
+    engine = create_store_engine(database_url)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("disk full")
+
+    # The last table that the first migration makes has a foreign key to the first one; refuse it there.
+    real = op.create_table
+    monkeypatch.setattr(op, "create_table", lambda name, *rest, **options: (refuse if name == "reports" else real)(name, *rest, **options))
+    with pytest.raises(RuntimeError, match="disk full"):
+        upgrade_database(engine)
+    assert inspect(engine).get_table_names() == []
+    monkeypatch.undo()
+    upgrade_database(engine)
+    assert "reports" in inspect(engine).get_table_names()
+    engine.dispose()
+
+
+def test_a_transaction_that_raises_changes_nothing(store: SqlStore, database_url: str) -> None:
+    engine = create_store_engine(database_url)
+    job = store.add_job(new_job()).job
+
+    def change_and_fail() -> None:
+        with write(engine) as connection:
+            connection.exec_driver_sql("UPDATE jobs SET scenario = 'changed'")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        change_and_fail()
+    assert store.get_job(job.id) == job
+    engine.dispose()
+
+
+def test_a_database_in_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="server and workers cannot share"):
+        create_store_engine("sqlite://")
+
+
+def test_every_statement_also_compiles_for_postgresql(tmp_path: Path) -> None:
+    """No server is at hand; that the schema and the locks are spelled for it can be held without one."""
+    from sqlalchemy import select
+    from sqlalchemy.dialects import postgresql
+    from sqlalchemy.schema import CreateTable
+
+    from service.storage.tables import jobs, metadata
+
+    for table in metadata.sorted_tables:
+        CreateTable(table).compile(dialect=postgresql.dialect())
+    assert "BIGSERIAL" in str(CreateTable(jobs).compile(dialect=postgresql.dialect()))
+    assert str(select(jobs.c.id).with_for_update().compile(dialect=postgresql.dialect())).endswith("FOR UPDATE")
