@@ -8,7 +8,7 @@ with `constrain`. Inside `shard_map` names are mesh axes. With no mesh set, ever
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -60,6 +60,20 @@ def spec(*logical: str | None) -> PartitionSpec:
             taken[mesh_axis] = name
         parts.append(RULES[name] or None)
     return PartitionSpec(*parts)
+
+
+def check_divides(name: str, shape: Sequence[int], axes: Sequence[str | None], mesh_shape: Mapping[str, int]) -> None:
+    """Refuse an array of which a dim does not divide over the mesh axes that it is cut over.
+
+    Raises:
+        ValueError: naming the array and its dim, with the number.
+    """
+    for size, axis in zip(shape, axes, strict=True):
+        over = RULES[axis] if axis is not None else ()
+        count = math.prod(mesh_shape[mesh_axis] for mesh_axis in over)
+        if size % count:
+            product = " * ".join(f"{mesh_axis} {mesh_shape[mesh_axis]}" for mesh_axis in over)
+            raise ValueError(f"{name}: dim {axis!r} of {size} does not divide over {product} = {count}; change the mesh or the model's size")
 
 
 def constrain(x: Array, *logical: str | None) -> Array:
