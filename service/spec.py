@@ -24,9 +24,10 @@ from service.models.config import (
     StepConfig,
     TrainConfig,
 )
-from service.records import Depth
-from service.spec_checks import check_spec
+from service.records import Depth, JobKind
+from service.spec_checks import MISSING_TOPOLOGY, check_spec
 from service.spec_problems import nearest, problems_of
+from service.steps.config import StepsConfig
 
 MAX_SPEC_CHARACTERS = 64_000
 
@@ -51,7 +52,9 @@ class ModelSpec(ModelConfig):
 class MeshSpec(MeshAxes):
     """The topology, and how its devices are laid out as mesh axes."""
 
-    topology: Annotated[str, Field(max_length=64)]
+    topology: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None, description="what is compiled for; only a spec with a steps section, which names its devices, can do without"
+    )
     slices: Annotated[int, Field(ge=1, le=64)] = 1
 
     def axes(self) -> MeshAxes:
@@ -71,9 +74,12 @@ class Spec(Frozen):
     programs: tuple[ProgramName, ...] = Field(default=("candidate",), min_length=1, max_length=2)
     depth: Depth = "memory"
     compiler_options: Mapping[str, bool | int | str] = Field(default={}, max_length=32)
+    steps: StepsConfig | None = Field(default=None, description="real steps on attached devices; null where the spec is only compiled")
 
     @cached_property
     def topology(self) -> Topology:
+        """What the programs are compiled for. A spec that passed `require_kind(spec, "compile")` has one."""
+        assert self.mesh.topology is not None
         return find_topology(self.mesh.topology, self.mesh.slices)
 
     def step_config(self) -> StepConfig:
@@ -88,7 +94,10 @@ class Spec(Frozen):
         """SHA-256 of what decides the result: the scenario's and the preset's names do not, nor how the topology was spelled."""
         data = self.as_json()
         del data["scenario"], data["model"]["preset"]
-        data["mesh"]["topology"] = self.topology.jax_name
+        if self.mesh.topology is not None:
+            data["mesh"]["topology"] = self.topology.jax_name
+        if self.steps is None:
+            del data["steps"]
         data["programs"] = sorted(data["programs"])
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -121,9 +130,9 @@ def parse_spec(data: Any) -> Spec:
         kind = "nothing" if data is None else type(data).__name__
         raise SpecError([Problem("", kind, f"a spec is a mapping, and this is {kind}", f"keys: {', '.join(Spec.model_fields)}")])
     data = {**data}
-    preset, topology = _get(data, "model", "preset"), _get(data, "mesh", "topology")
-    if "scenario" not in data and isinstance(preset, str) and isinstance(topology, str):
-        data["scenario"] = f"{preset}-{topology}".replace(":", "-")[:100]
+    preset, target = _get(data, "model", "preset"), _get(data, "mesh", "topology") or _get(data, "steps", "devices")
+    if "scenario" not in data and isinstance(preset, str) and isinstance(target, str):
+        data["scenario"] = f"{preset}-{target}".replace(":", "-")[:100]
 
     problems: list[Problem] = []
     if isinstance(data.get("model"), Mapping) and preset not in PRESETS:
@@ -143,10 +152,33 @@ def parse_spec(data: Any) -> Spec:
     return spec
 
 
+def require_kind(spec: Spec, kind: JobKind) -> None:
+    """Refuse a spec that lacks what a job of this kind needs.
+
+    Raises:
+        SpecError: a compile job without a topology, or a steps job without a steps section.
+    """
+    if kind == "compile" and spec.mesh.topology is None:
+        raise SpecError([MISSING_TOPOLOGY])
+    if kind == "steps" and spec.steps is None:
+        raise SpecError(
+            [Problem("steps", None, "is missing, and a job of kind steps runs what it says", "a mapping, like {devices: cpu:8}")]
+        )
+
+
 def _valid_sections(data: Mapping[str, Any]) -> dict[str, Any]:
     """The sections that are sound by themselves, so that what is wrong between them is told in the same answer."""
-    sections: dict[str, Any] = {}
-    for name, section in (("model", ModelSpec), ("train", TrainConfig), ("mesh", MeshSpec), ("context", ContextConfig), ("moe", MoeConfig)):
+    sections: dict[str, Any] = {} if data.get("steps") is not None else {"steps": None}
+    classes: dict[str, type[Frozen]] = {
+        "model": ModelSpec,
+        "train": TrainConfig,
+        "mesh": MeshSpec,
+        "context": ContextConfig,
+        "moe": MoeConfig,
+    }
+    if data.get("steps") is not None:
+        classes["steps"] = StepsConfig
+    for name, section in classes.items():
         try:
             sections[name] = section.model_validate(data.get(name, {}))
         except ValidationError:

@@ -29,7 +29,28 @@ def check_spec(sections: Sections) -> list[Problem]:
     return problems
 
 
+MISSING_TOPOLOGY = Problem("mesh.topology", None, "is missing", "a name like v5p-512 or a shape like v5p:4x8x8")
+
+
+def _target(mesh: Any, steps: Any) -> Iterator[Problem]:
+    if steps is None:
+        if mesh.topology is None:
+            yield MISSING_TOPOLOGY
+        return
+    if mesh.topology is None and mesh.slices > 1:
+        yield Problem("mesh.slices", mesh.slices, "counts slices of a topology, and the spec names none", "1, or a mesh.topology")
+    if steps.num_cpu_devices is not None and steps.num_cpu_devices != mesh.num_devices:
+        yield Problem(
+            "steps.devices",
+            steps.devices,
+            f"asks for {steps.num_cpu_devices} devices and the mesh axes multiply to {mesh.num_devices}",
+            f"cpu:{mesh.num_devices}, or axes that multiply to {steps.num_cpu_devices}",
+        )
+
+
 def _topology(mesh: Any) -> Iterator[Problem]:
+    if mesh.topology is None:
+        return
     try:
         topology = find_topology(mesh.topology, mesh.slices)
     except ValueError as error:
@@ -262,6 +283,20 @@ def _programs(model: Any, programs: Any) -> Iterator[Problem]:
         yield Problem("programs", names, "a model without experts drops nothing, so it has no dropless program", "[candidate]")
 
 
+def _forced_overflow(model: Any, steps: Any) -> Iterator[Problem]:
+    if steps is None or steps.force_overflow == "none":
+        return
+    if model.experts is None:
+        yield Problem("steps.force_overflow", steps.force_overflow, "a model without experts has no buffer to overflow", "none")
+    elif steps.force_overflow == "skewed_router" and not model.experts.bias:
+        yield Problem(
+            "steps.force_overflow",
+            "skewed_router",
+            "the router is skewed through its bias, and this model's has none",
+            "none, small_factor",
+        )
+
+
 def _remat(train: Any) -> Iterator[Problem]:
     for field in ("save", "offload"):
         for name in getattr(train.remat, field):
@@ -291,6 +326,7 @@ def _compiler_options(options: Any) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
+    (("mesh", "steps"), _target),
     (("mesh",), _topology),
     (("train", "mesh"), _batch),
     (("train", "mesh", "context"), _sequence),
@@ -301,6 +337,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("model", "train", "mesh", "context"), _engram_order),
     (("train", "mesh", "moe"), _token_chunks),
     (("model", "programs"), _programs),
+    (("model", "steps"), _forced_overflow),
     (("train",), _remat),
     (("compiler_options",), _compiler_options),
 )

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from service.errors import SpecError
-from service.spec import MAX_SPEC_CHARACTERS, Spec, load_spec, parse_spec
+from service.spec import MAX_SPEC_CHARACTERS, Spec, load_spec, parse_spec, require_kind
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 
@@ -89,6 +89,7 @@ WRONG: dict[str, tuple[str, Any, str, str, str]] = {
     "program twice": ("programs", ["candidate", "candidate"], "programs", "names a program twice", "at most once"),
     "no program": ("programs", [], "programs", "has 0 entries", "at least 1"),
     "name with spaces": ("scenario", "a b", "scenario", "characters a name cannot have", "A-Za-z0-9"),
+    "no topology": ("mesh.topology", ..., "mesh.topology", "is missing", "v5p-512"),
     "option that writes files": (
         "compiler_options",
         {"xla_dump_to": "x"},
@@ -106,8 +107,32 @@ WRONG: dict[str, tuple[str, Any, str, str, str]] = {
 }
 
 
-def changed(path: str, value: Any) -> dict[str, Any]:
-    spec = copy.deepcopy(GOOD)
+STEPS: dict[str, Any] = {
+    "scenario": "good-steps",
+    "model": {"preset": "deepseek-custom"},
+    "train": {"seq_len": 128},
+    "mesh": {"fsdp": 4, "context": 2},
+    "moe": {"ragged_buffer_factor": 0.5, "retry_when_tokens_dropped": True},
+    "steps": {"devices": "cpu:8"},
+}
+
+WRONG_STEPS: dict[str, tuple[str, Any, str, str, str]] = {
+    "unknown device": ("steps.devices", "rocm", "steps.devices", "characters a name cannot have", "cpu"),
+    "no device": ("steps.devices", "cpu:0", "steps.devices", "characters a name cannot have", "cpu"),
+    "devices against axes": ("steps.devices", "cpu:4", "steps.devices", "asks for 4 devices and the mesh axes multiply to 8", "cpu:8"),
+    "slices without topology": ("mesh.slices", 2, "mesh.slices", "the spec names none", "mesh.topology"),
+    "wrong topology beside steps": ("mesh.topology", "v5p-7", "mesh.topology", "names count cores", "v5p-512"),
+    "unknown field of steps": ("steps.num_step", 4, "steps.num_step", "did you mean num_steps?", "warmup_steps"),
+    "no steps at all": ("steps.num_steps", 0, "steps.num_steps", "0 is out of range", "at least 1"),
+    "unknown check": ("steps.checks", ["load_ballance"], "steps.checks.0", "is not one of the legal values", "load_balance"),
+    "far look-ahead": ("steps.look_ahead", 2, "steps.look_ahead", "is not one of the legal values", "0 or 1"),
+    "overflow without experts": ("steps.force_overflow", "small_factor", "steps.force_overflow", "no buffer to overflow", "none"),
+    "steps section gone": ("steps", ..., "mesh.topology", "is missing", "v5p-512"),
+}
+
+
+def changed(path: str, value: Any, *, of: dict[str, Any] = GOOD) -> dict[str, Any]:
+    spec = copy.deepcopy(of)
     *parents, last = path.split(".")
     section = spec
     for name in parents:
@@ -132,6 +157,42 @@ def test_each_wrong_spec_is_told_where_why_and_what_would_be_legal(name: str) ->
     assert where in found, found
     assert message in found[where][0]
     assert legal in found[where][1]
+
+
+@pytest.mark.parametrize("name", WRONG_STEPS)
+def test_each_wrong_steps_spec_is_told_where_why_and_what_would_be_legal(name: str) -> None:
+    path, value, where, message, legal = WRONG_STEPS[name]
+    data = changed(path, value, of=STEPS)
+    if name == "overflow without experts":
+        data["model"] |= {"experts": None, "first_num_dense_layers": 6}
+    found = problems(data)
+    assert where in found, found
+    assert message in found[where][0]
+    assert legal in found[where][1]
+
+
+def test_a_router_without_a_bias_cannot_be_skewed() -> None:
+    data = changed("steps.force_overflow", "skewed_router", of=STEPS)
+    assert parse_spec(data).steps is not None
+    data["model"]["experts"] = {"bias": False}
+    assert "skewed through its bias" in problems(data)["steps.force_overflow"][0]
+
+
+def test_a_steps_spec_needs_no_topology_and_a_compile_job_does() -> None:
+    spec = parse_spec(STEPS)
+    require_kind(spec, "steps")
+    with pytest.raises(SpecError, match=r"mesh\.topology: is missing"):
+        require_kind(spec, "compile")
+    with pytest.raises(SpecError, match="steps: is missing"):
+        require_kind(parse_spec(GOOD), "steps")
+    require_kind(parse_spec(GOOD), "compile")
+
+
+def test_a_steps_spec_survives_the_way_through_json_and_its_section_is_part_of_the_hash() -> None:
+    spec = parse_spec(STEPS)
+    assert parse_spec(spec.as_json()) == spec
+    assert parse_spec(changed("steps.seed", 1, of=STEPS)).canonical_hash() != spec.canonical_hash()
+    assert parse_spec(changed("scenario", ..., of=STEPS)).scenario == "deepseek-custom-cpu-8"
 
 
 def test_everything_wrong_is_told_in_one_answer() -> None:
