@@ -1,0 +1,304 @@
+"""What the page of one job is made of: verdict, figures, timeline, breakdowns, buffers and provenance, from records alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from service.api import charts
+from service.api.contexts import JOB_STATES, VERDICTS, Moment, Verdict, governing, moment, topology_sentence
+from service.records import TERMINAL, Buffer, Event, Failure, Job, JobStatus, Report, ReportStatus, Timeline, Timings
+from service.storage.interface import Artifact
+from service.units import format_bytes, format_parameters
+
+PHASES: Mapping[str, str] = {
+    "start_seconds": "start",
+    "topology_seconds": "topology",
+    "build_seconds": "build",
+    "trace_seconds": "trace",
+    "lower_seconds": "lower",
+    "buffer_assignment_seconds": "compile to buffer assignment",
+    "analysis_seconds": "analysis",
+    "code_generation_seconds": "code generation",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the headline row; `hint` says what it is made of."""
+
+    label: str
+    num_bytes: int | None
+    hint: str
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class BufferRow:
+    """One buffer alive at the peak."""
+
+    rank: int
+    name: str
+    scope: str
+    class_name: str
+    css_class: str
+    module: str
+    module_inferred: bool
+    phase: str
+    type: str
+    """Dtype and shape: `bf16[58,16,7168,128]`."""
+    layout: str
+    logical_bytes: int | None
+    padded_bytes: int
+    padding_bytes: int | None
+    padding_ratio: float | None
+    """Padded over logical bytes; None where the logical size is unknown."""
+    source: str | None
+    life_start: float
+    life_width: float
+    start_index: int
+    end_index: int
+    search: str
+    """What the filter looks in, in lower case."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Wall seconds of one phase, and its share of the whole."""
+
+    name: str
+    seconds: float
+    width: float
+
+
+@dataclass(frozen=True)
+class ProgramTab:
+    """A program of the job, to choose from."""
+
+    name: str
+    href: str
+    is_selected: bool
+    verdict: Verdict
+    allocated_bytes: int | None
+
+
+@dataclass(frozen=True)
+class ProgramView:
+    """Everything shown of one program."""
+
+    report: Report
+    verdict: Verdict
+    gauge: charts.Gauge | None
+    figures: tuple[Figure, ...]
+    timeline: charts.TimelineDrawing | None
+    timeline_json: str
+    """For the script; `<` is escaped, so that no instruction's name can end the element it stands in."""
+    classes: tuple[charts.Bar, ...]
+    modules: tuple[charts.Bar, ...]
+    buffers: tuple[BufferRow, ...]
+    num_buffers_at_peak: int | None
+    peak_position: float | None
+    phases: tuple[Phase, ...]
+    toolchain: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that happened to a job, for its log."""
+
+    at: Moment
+    name: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class ArtifactLine:
+    """A file kept of the job."""
+
+    name: str
+    href: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """job.html."""
+
+    title: str
+    job: Job
+    state: Verdict
+    topology: str
+    is_live: bool
+    last_event: int
+    """Sequence of the newest event shown: the script listens from there on."""
+    tabs: tuple[ProgramTab, ...]
+    program: ProgramView | None
+    failure: Failure | None
+    steps: tuple[Step, ...]
+    artifacts: tuple[ArtifactLine, ...]
+    spec_yaml: str
+    created: Moment | None
+    started: Moment | None
+    finished: Moment | None
+    compare_href: str
+
+
+def job_context(
+    job: Job, reports: Sequence[Report], *, program: str | None, events: Sequence[Event], artifacts: Sequence[Artifact]
+) -> JobContext:
+    """The page of `job` with the report of `program`, or of the program that decides where none is named or it is not there."""
+    chosen = next((report for report in reports if report.program == program), None) or governing(reports)
+    mesh = job.spec.get("mesh") or {}
+    return JobContext(
+        title=job.scenario,
+        job=job,
+        state=JOB_STATES[job.status],
+        topology=topology_sentence(str(mesh.get("topology", "")), int(mesh.get("slices", 1))),
+        is_live=job.status not in TERMINAL,
+        last_event=events[-1].sequence if events else 0,
+        tabs=tuple(
+            ProgramTab(
+                report.program,
+                f"/jobs/{job.id}?program={report.program}",
+                report is chosen,
+                VERDICTS[report.status],
+                report.allocated_bytes,
+            )
+            for report in reports
+        ),
+        program=None if chosen is None else program_view(chosen),
+        failure=job.failure if job.failure else chosen.failure if chosen else None,
+        steps=tuple(_step(event) for event in events),
+        artifacts=tuple(ArtifactLine(entry.name, f"/api/v1/jobs/{job.id}/artifacts/{entry.name}", entry.size_bytes) for entry in artifacts),
+        spec_yaml=yaml.safe_dump(json.loads(json.dumps(dict(job.spec))), sort_keys=False, allow_unicode=True, width=100),
+        created=moment(job.created_at),
+        started=moment(job.started_at),
+        finished=moment(job.finished_at),
+        compare_href=f"/compare?head={job.id}" if job.status == JobStatus.SUCCEEDED else "",
+    )
+
+
+def program_view(report: Report) -> ProgramView:
+    """Everything shown of one program."""
+    data = charts.timeline_data(report)
+    return ProgramView(
+        report=report,
+        verdict=verdict_of(report),
+        gauge=charts.gauge(report),
+        figures=_figures(report) if report.peak_bytes is not None else (),
+        timeline=charts.draw_timeline(report),
+        timeline_json="" if data is None else json_for_script(data),
+        classes=charts.class_bars(report.classes, report.peak_bytes),
+        modules=charts.module_bars(report.modules, report.peak_bytes),
+        buffers=tuple(_buffer_row(rank, buffer, report.timeline) for rank, buffer in enumerate(report.buffers, start=1)),
+        num_buffers_at_peak=report.num_buffers_at_peak,
+        peak_position=charts.peak_position(report.timeline),
+        phases=_phases(report.timings),
+        toolchain=_toolchain(report),
+    )
+
+
+def json_for_script(data: Mapping[str, Any]) -> str:
+    """JSON that can stand inside a `<script>` element: `<` would let a string end it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def verdict_of(report: Report) -> Verdict:
+    """The verdict with its sentence: what is needed, what there is, and how far apart they are."""
+    verdict = VERDICTS[report.status]
+    needed, available, headroom = (format_bytes(n) for n in (report.allocated_bytes, report.capacity_bytes, report.headroom_bytes))
+    if report.status == ReportStatus.FAILED:
+        sentence = report.failure.message if report.failure else "No report."
+    elif report.status == ReportStatus.DOES_NOT_FIT:
+        over = format_bytes(-report.headroom_bytes if report.headroom_bytes is not None else None)
+        sentence = f"needs {needed}, {available} available per device: {over} too much"
+    elif report.status == ReportStatus.UNKNOWN:
+        sentence = (
+            f"needs {needed} before program code, {available} available per device: only code generation decides, weigh at depth full"
+        )
+    else:
+        sentence = f"needs {needed}, {available} available per device: {headroom} free"
+    return Verdict(verdict.css_class, verdict.title, sentence)
+
+
+def _figures(report: Report) -> tuple[Figure, ...]:
+    code_hint = "size of the executable" if report.depth == "full" else "known at depth full"
+    return (
+        Figure("Peak", report.peak_bytes, "most alive at once", strong=True),
+        Figure("Allocated", report.allocated_bytes, "reserved, with fragmentation", strong=True),
+        Figure("Capacity", report.capacity_bytes, "HBM per device", strong=True),
+        Figure("Head-room", report.headroom_bytes, "capacity − allocated", strong=True),
+        Figure("Arguments", report.argument_bytes, "state and batch"),
+        Figure("Outputs", report.output_bytes, "new state and metrics"),
+        Figure("Alias", report.alias_bytes, "outputs in arguments’ memory"),
+        Figure("Temporaries", report.temp_bytes, "allocated − arguments − new outputs"),
+        Figure("Fragmentation", report.fragmentation_bytes, "allocated − peak"),
+        Figure("Padding", report.padding_bytes, "tile padding at the peak"),
+        Figure("Host memory", report.host_bytes, "offloaded"),
+        Figure("Program code", report.code_bytes, code_hint),
+    )
+
+
+def _buffer_row(rank: int, buffer: Buffer, timeline: Timeline | None) -> BufferRow:
+    start, width = charts.lifetime(buffer.start_index, buffer.end_index, timeline)
+    shape = f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]"
+    logical = buffer.logical_bytes
+    return BufferRow(
+        rank=rank,
+        name=buffer.name,
+        scope=buffer.scope,
+        class_name=buffer.class_.replace("_", " "),
+        css_class=charts.class_css(buffer.class_),
+        module=buffer.module,
+        module_inferred=buffer.module_inferred,
+        phase=buffer.phase or "unknown",
+        type=shape,
+        layout=buffer.layout,
+        logical_bytes=logical,
+        padded_bytes=buffer.padded_bytes,
+        padding_bytes=None if logical is None else buffer.padded_bytes - logical,
+        padding_ratio=buffer.padded_bytes / logical if logical else None,
+        source=buffer.source,
+        life_start=start,
+        life_width=width,
+        start_index=buffer.start_index,
+        end_index=buffer.end_index,
+        search=f"{buffer.scope} {buffer.name} {buffer.class_} {buffer.class_.replace('_', ' ')} {buffer.module} {shape}".lower(),
+    )
+
+
+def _phases(timings: Timings) -> tuple[Phase, ...]:
+    known = [(label, getattr(timings, name)) for name, label in PHASES.items() if getattr(timings, name) is not None]
+    whole = timings.total_seconds or sum(seconds for _, seconds in known)
+    return tuple(Phase(label, seconds, charts.percent(seconds, whole)) for label, seconds in known)
+
+
+def _toolchain(report: Report) -> tuple[tuple[str, str], ...]:
+    chain = report.toolchain
+    if chain is None:
+        return ()
+    rows = [(name, getattr(chain, name) or "not installed") for name in ("jax", "jaxlib", "libtpu", "flax", "xprof", "extractor")]
+    rows.append(("model source", chain.model_source[:16]))
+    rows += [(name.replace("_", " "), str(value)) for name, value in chain.topology_arguments.items()]
+    rows += [(name, str(value)) for name, value in chain.compiler_options.items()]
+    if report.num_parameters is not None:
+        rows.append(("parameters", format_parameters(report.num_parameters)))
+    return tuple(rows)
+
+
+def _step(event: Event) -> Step:
+    at = moment(event.created_at)
+    assert at is not None
+    data = event.data
+    if event.name == "progress":
+        return Step(at, str(data.get("name", "")).replace("_", " "), f"{data.get('program', '')} · {data.get('seconds', 0):.1f} s")
+    detail = " · ".join(f"{name.replace('_', ' ')} {_plain(name, value)}" for name, value in data.items() if value is not None)
+    return Step(at, event.name.replace("_", " "), detail)
+
+
+def _plain(name: str, value: Any) -> str:
+    return format_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)
