@@ -108,16 +108,24 @@ def load_spec(text: str) -> Spec:
     Raises:
         SpecError: the text cannot be read, or the spec is wrong; carries every problem.
     """
+    return parse_spec(read_spec_text(text))
+
+
+def read_spec_text(text: str) -> Any:
+    """The plain data in YAML or JSON text, unchecked: what `parse_spec` takes.
+
+    Raises:
+        SpecError: the text is too long or cannot be read.
+    """
     if len(text) > MAX_SPEC_CHARACTERS:
         raise SpecError([Problem("", f"{len(text)} characters", "the spec is too long", f"at most {MAX_SPEC_CHARACTERS} characters")])
     try:
-        data = yaml.load(text, Loader=_PlainLoader)
+        return yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         place = f" at line {where.line + 1}, column {where.column + 1}" if where else ""
         reason = getattr(error, "problem", None) or str(error)
         raise SpecError([Problem("", text[:80], f"not readable as YAML or JSON{place}: {reason}", "one YAML or JSON mapping")]) from error
-    return parse_spec(data)
 
 
 def parse_spec(data: Any) -> Spec:
