@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,6 +43,10 @@ class FailureKind(StrEnum):
     VMEM = "vmem_exhausted"
     """On-chip scoped memory, not HBM."""
     HOST_MEMORY = "host_memory_exhausted"
+    DEVICE_MEMORY = "device_memory_exhausted"
+    """Real steps: the devices ran out while they ran, whatever had been predicted."""
+    NOT_FINITE = "not_finite"
+    """Real steps: the loss became NaN or infinite."""
     COMPILER = "compiler_failure"
     ANALYSIS = "analysis_failure"
     """The dump could not be read, or did not add up."""
@@ -211,8 +215,8 @@ class GitFacts(Record):
     commit_sha: str | None = Field(default=None, max_length=64)
     branch: str | None = Field(default=None, max_length=255)
     base_sha: str | None = Field(default=None, max_length=64)
-    ancestors: tuple[str, ...] = Field(default=(), max_length=100)
-    pull_request: int | None = None
+    ancestors: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=100)
+    pull_request: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
 class Job(Record):

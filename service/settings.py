@@ -61,6 +61,9 @@ class Settings(BaseModel):
 
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = Field(default=1 << 20, description="largest request body")
     require_tokens: bool = Field(default=False, description="ask for tokens on loopback too; always asked for elsewhere")
+    token_sha256: str = Field(
+        default="", pattern=r"^([0-9a-f]{64}(,[0-9a-f]{64})*)?$", description="SHA-256 in hex of each token that is taken, with commas"
+    )
 
     @field_validator("data_dir")
     @classmethod
@@ -114,6 +117,22 @@ class Settings(BaseModel):
     def tokens_required(self) -> bool:
         """Whether a request needs a token: everywhere but on loopback, and there too where it is asked for."""
         return self.require_tokens or self.host not in LOOPBACK_HOSTS
+
+    @property
+    def token_hashes(self) -> tuple[str, ...]:
+        """SHA-256 of each token that is taken, where tokens are asked for.
+
+        Raises:
+            SettingsError: tokens are needed and none is configured.
+        """
+        hashes = tuple(filter(None, self.token_sha256.split(",")))
+        if self.tokens_required and not hashes:
+            reason = "WEIGHBRIDGE_REQUIRE_TOKENS is set" if self.require_tokens else f"{self.host} can be reached from other machines"
+            raise SettingsError(
+                f"{reason}, and no token is configured; set WEIGHBRIDGE_TOKEN_SHA256 to what `printf %s TOKEN | sha256sum` prints, "
+                f"or listen on loopback only: {', '.join(sorted(LOOPBACK_HOSTS))}"
+            )
+        return hashes if self.tokens_required else ()
 
     @property
     def child_limits(self) -> ChildLimits:

@@ -30,6 +30,8 @@ from service.spec_problems import nearest, problems_of
 from service.steps.config import StepsConfig
 
 MAX_SPEC_CHARACTERS = 64_000
+MAX_SPEC_NESTING = 32
+"""Levels of lists and mappings; a spec has five, and the reader recurses."""
 
 
 class ModelSpec(ModelConfig):
@@ -211,13 +213,22 @@ def _merge(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML as data: no aliases (a few of them can stand for gigabytes) and no key twice (the first would be lost)."""
+    """YAML as data: no aliases (a few of them can stand for gigabytes), no key twice (the first would be lost), bounded nesting."""
+
+    nesting = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             raise yaml.MarkedYAMLError(problem="aliases are not taken; write the value out", problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
+        if self.nesting == MAX_SPEC_NESTING:
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_SPEC_NESTING} levels", problem_mark=mark)
+        self.nesting += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.nesting -= 1
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

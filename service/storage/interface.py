@@ -38,6 +38,13 @@ class LeaseLostError(ServiceError):
     title = "Lease lost"
 
 
+class CursorError(ServiceError):
+    """A cursor that no page gave."""
+
+    status = 422
+    title = "Unknown cursor"
+
+
 class NewJob(Record):
     """What is asked for, after validation."""
 
@@ -177,11 +184,15 @@ class Store(Protocol):
         ...
 
     def list_jobs(self, filters: JobFilter | None = None, *, cursor: str | None = None, limit: int = 50) -> JobPage:
-        """Newest first. Raises ValueError for a cursor that this store did not give."""
+        """Newest first; `limit` is 1 to MAX_PAGE. Raises CursorError for a cursor that no page gave."""
         ...
 
     def count_jobs(self) -> Mapping[tuple[JobKind, JobStatus], int]:
         """How many jobs there are of each kind and status; combinations without jobs are absent."""
+        ...
+
+    def find_child_rss(self, scenario: str, depth: Depth) -> int | None:
+        """Peak resident bytes of the largest child among the scenario's latest reports at this depth; None where there are none."""
         ...
 
     def request_cancel(self, job_id: str) -> Job:

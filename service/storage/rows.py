@@ -101,7 +101,7 @@ def values_of_report(report: Report, *, job_id: str, position: int, now: datetim
         "position": position,
         "status": report.status.value,
         "failure_kind": report.failure.kind.value if report.failure else None,
-        "topology": report.topology.get("jax_name"),
+        "topology": report.topology.get("name"),
         "total_seconds": report.timings.total_seconds,
         **{name: getattr(report, name) for name in _SCALARS},
         "body": zstandard.ZstdCompressor(level=_LEVEL).compress(body),

@@ -13,7 +13,7 @@ from sqlalchemy import Engine, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from service.errors import ConflictError, NotFoundError
-from service.records import Event, Failure, Job, JobKind, JobStatus, Report
+from service.records import Depth, Event, Failure, Job, JobKind, JobStatus, Report
 from service.settings import Settings
 from service.storage import queue
 from service.storage.artifacts import ArtifactDirectory, StoredArtifact, StoredFile
@@ -23,6 +23,7 @@ from service.storage.interface import (
     AddedJob,
     Artifact,
     Claim,
+    CursorError,
     Idempotency,
     JobFilter,
     JobPage,
@@ -116,9 +117,8 @@ class SqlStore:
 
     def list_jobs(self, filters: JobFilter | None = None, *, cursor: str | None = None, limit: int = 50) -> JobPage:
         if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-            raise ValueError(f"cursor {cursor!r} is not one that a page of jobs gave; start without a cursor")
-        if not 1 <= limit <= MAX_PAGE:
-            raise ValueError(f"limit is {limit}; use 1 to {MAX_PAGE}")
+            raise CursorError(f"cursor {cursor!r} is not one that a page of jobs gave; start without a cursor")
+        assert 1 <= limit <= MAX_PAGE
         # One row more than asked for tells whether another page follows.
         query = select(jobs).order_by(jobs.c.number.desc()).limit(limit + 1)
         for name, value in (filters or JobFilter()).model_dump(mode="json", exclude_none=True).items():
@@ -134,6 +134,18 @@ class SqlStore:
         query = select(jobs.c.kind, jobs.c.status, func.count()).group_by(jobs.c.kind, jobs.c.status)
         with read(self._engine) as connection:
             return {(kind, JobStatus(status)): count for kind, status, count in connection.execute(query)}
+
+    def find_child_rss(self, scenario: str, depth: Depth) -> int | None:
+        latest = (
+            select(reports.c.child_peak_rss_bytes)
+            .join(jobs, jobs.c.id == reports.c.job_id)
+            .where(jobs.c.scenario == scenario, reports.c.depth == depth)
+            .order_by(jobs.c.number.desc())
+            .limit(5)
+            .subquery()
+        )
+        with read(self._engine) as connection:
+            return connection.execute(select(func.max(latest.c.child_peak_rss_bytes))).scalar_one()
 
     def request_cancel(self, job_id: str) -> Job:
         now = self._clock()

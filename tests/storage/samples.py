@@ -39,7 +39,7 @@ def report_of(program: str = "candidate", *, peak_bytes: int = 1_300, status: Re
         program=program,
         status=status,
         depth="memory",
-        topology={"jax_name": "v5e:2x2"},
+        topology={"name": "v5e-4", "shape": "2x2"},
         num_devices=4,
         capacity_bytes=17_000,
         peak_bytes=peak_bytes,

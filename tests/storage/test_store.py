@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import ConflictError, NotFoundError
 from service.records import Failure, FailureKind, Job, JobStatus, ReportStatus
-from service.storage.interface import Claim, Idempotency, JobFilter, Lease, LeaseLostError
+from service.storage.interface import Claim, CursorError, Idempotency, JobFilter, Lease, LeaseLostError
 from service.storage.store import SqlStore
 from tests.storage.samples import Clock, new_job, report_of
 
@@ -87,7 +87,7 @@ def test_jobs_are_listed_by_each_filter(store: SqlStore, claim: Claiming) -> Non
 
 @pytest.mark.parametrize("cursor", ["", "-1", "one", "1" * 19, "٣"])
 def test_a_cursor_from_elsewhere_is_refused(store: SqlStore, cursor: str) -> None:
-    with pytest.raises(ValueError, match="start without a cursor"):
+    with pytest.raises(CursorError, match="start without a cursor"):
         store.list_jobs(cursor=cursor)
 
 
@@ -184,10 +184,21 @@ def test_reports_stand_in_the_order_of_the_programs_and_lists_read_their_columns
     summaries = store.list_report_summaries([job.id, waiting.id])
     assert summaries[waiting.id] == ()
     assert [(s.job_id, s.program, s.status, s.peak_bytes, s.headroom_bytes, s.topology) for s in summaries[job.id]] == [
-        (job.id, "dropless", ReportStatus.DOES_NOT_FIT, 1_300, 15_689, "v5e:2x2"),
-        (job.id, "candidate", ReportStatus.OK, 900, 16_089, "v5e:2x2"),
+        (job.id, "dropless", ReportStatus.DOES_NOT_FIT, 1_300, 15_689, "v5e-4"),
+        (job.id, "candidate", ReportStatus.OK, 900, 16_089, "v5e-4"),
     ]
     assert "report" in names(store, job.id)
+
+
+def test_the_largest_child_of_a_scenario_is_remembered_by_depth(store: SqlStore, claim: Claiming) -> None:
+    for identity, rss_bytes in (("a", 500), ("b", 900), ("c", 700)):
+        store.add_job(new_job(identity, scenario="wide"))
+        lease = claim().lease
+        store.save_report(lease, report_of().model_copy(update={"child_peak_rss_bytes": rss_bytes}))
+        store.finish_job(lease, JobStatus.SUCCEEDED)
+    assert store.find_child_rss("wide", "memory") == 900
+    assert store.find_child_rss("wide", "full") is None
+    assert store.find_child_rss("narrow", "memory") is None
 
 
 def test_equal_artifacts_are_kept_once_and_come_back_whole(store: SqlStore, claim: Claiming, tmp_path: Path) -> None:
