@@ -12,8 +12,9 @@ from service.api.charts import percent
 from service.compile.catalog import FAMILIES, find_topology, named_topologies
 from service.errors import Problem
 from service.models.config import PRESETS, ModelConfig
-from service.records import TERMINAL, Job, JobStatus, Report, ReportStatus
+from service.records import TERMINAL, Job, JobStatus, ReportStatus
 from service.storage.interface import ReportSummary, WorkerStatus
+from service.verdict_text import TITLES
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Verdict:
 
 
 VERDICTS: Mapping[ReportStatus, Verdict] = {
-    ReportStatus.OK: Verdict("fits", "Fits"),
-    ReportStatus.DOES_NOT_FIT: Verdict("over", "Does not fit"),
-    ReportStatus.UNKNOWN: Verdict("open", "Undecided"),
-    ReportStatus.FAILED: Verdict("failed", "Failed"),
+    ReportStatus.OK: Verdict("fits", TITLES[ReportStatus.OK]),
+    ReportStatus.DOES_NOT_FIT: Verdict("over", TITLES[ReportStatus.DOES_NOT_FIT]),
+    ReportStatus.UNKNOWN: Verdict("open", TITLES[ReportStatus.UNKNOWN]),
+    ReportStatus.FAILED: Verdict("failed", TITLES[ReportStatus.FAILED]),
 }
 
 JOB_STATES: Mapping[JobStatus, Verdict] = {
@@ -131,7 +132,8 @@ def _program_line(summary: ReportSummary) -> ProgramLine:
 def _mesh_topology(spec: Mapping[str, Any]) -> str:
     mesh = spec.get("mesh") or {}
     slices = mesh.get("slices", 1)
-    return f"{slices} × {mesh.get('topology')}" if slices != 1 else str(mesh.get("topology", ""))
+    name = mesh.get("topology") or "real devices"
+    return f"{slices} × {name}" if slices != 1 else str(name)
 
 
 @dataclass(frozen=True)
@@ -311,8 +313,10 @@ def _family_line(name: str, capacity_bytes: int | None) -> FamilyLine:
     )
 
 
-def topology_sentence(name: str, slices: int) -> str:
+def topology_sentence(name: str | None, slices: int) -> str:
     """A topology with its counts, `v5p-512 · 4×8×8 · 256 chips · 256 devices`; a name that is no longer known stands alone."""
+    if name is None:
+        return "no topology: real devices"
     try:
         topology = find_topology(name, slices)
     except ValueError:
@@ -351,8 +355,3 @@ class ErrorContext:
     status: int
     detail: str
     problems: tuple[Problem, ...]
-
-
-def governing(reports: Sequence[Report]) -> Report | None:
-    """The program that decides: a failed one before one that does not fit, then the most allocated; None of none."""
-    return max(reports, key=lambda report: (report.status == ReportStatus.FAILED, report.allocated_bytes or 0), default=None)

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from service.api import charts
-from service.api.contexts import JOB_STATES, VERDICTS, Moment, Verdict, governing, moment, topology_sentence
-from service.records import TERMINAL, Buffer, Event, Failure, Job, JobStatus, Report, ReportStatus, Timeline, Timings
+from service.api.contexts import JOB_STATES, VERDICTS, Moment, Verdict, moment, topology_sentence
+from service.records import TERMINAL, Buffer, Event, Failure, Job, JobStatus, Report, Timeline, Timings
 from service.storage.interface import Artifact
 from service.units import format_bytes, format_parameters
+from service.verdict_text import governing, verdict_sentence
 
 PHASES: Mapping[str, str] = {
     "start_seconds": "start",
@@ -157,7 +158,7 @@ def job_context(
         title=job.scenario,
         job=job,
         state=JOB_STATES[job.status],
-        topology=topology_sentence(str(mesh.get("topology", "")), int(mesh.get("slices", 1))),
+        topology=topology_sentence(mesh.get("topology"), int(mesh.get("slices", 1))),
         is_live=job.status not in TERMINAL,
         last_event=events[-1].sequence if events else 0,
         tabs=tuple(
@@ -208,21 +209,9 @@ def json_for_script(data: Mapping[str, Any]) -> str:
 
 
 def verdict_of(report: Report) -> Verdict:
-    """The verdict with its sentence: what is needed, what there is, and how far apart they are."""
+    """The verdict of a program with its sentence."""
     verdict = VERDICTS[report.status]
-    needed, available, headroom = (format_bytes(n) for n in (report.allocated_bytes, report.capacity_bytes, report.headroom_bytes))
-    if report.status == ReportStatus.FAILED:
-        sentence = report.failure.message if report.failure else "No report."
-    elif report.status == ReportStatus.DOES_NOT_FIT:
-        over = format_bytes(-report.headroom_bytes if report.headroom_bytes is not None else None)
-        sentence = f"needs {needed}, {available} available per device: {over} too much"
-    elif report.status == ReportStatus.UNKNOWN:
-        sentence = (
-            f"needs {needed} before program code, {available} available per device: only code generation decides, weigh at depth full"
-        )
-    else:
-        sentence = f"needs {needed}, {available} available per device: {headroom} free"
-    return Verdict(verdict.css_class, verdict.title, sentence)
+    return Verdict(verdict.css_class, verdict.title, verdict_sentence(report))
 
 
 def _figures(report: Report) -> tuple[Figure, ...]:

@@ -1,0 +1,254 @@
+"""The command line: what it prints where, what it exits with, and what it never loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from service.compile.interface import ChildLimits, CompileRequest, ProgressEvent
+from service.compile.runner import ChildCompiler
+from service.records import Failure, FailureKind, Report, ReportStatus
+from service.spec import parse_spec
+from tests.browser.samples import make_report
+from weighbridge import documents
+from weighbridge.cli import main
+from weighbridge.local import weigh
+from weighbridge.overrides import apply_overrides
+from weighbridge.render import bar
+
+SPEC = """
+scenario: two-programs
+model: {preset: tiny}
+train: {seq_len: 128, per_device_batch: 1}
+mesh: {topology: v5e-4, fsdp: 2, expert: 2}
+moe: {ragged_buffer_factor: 1.5, retry_when_tokens_dropped: true}
+programs: [candidate, dropless]
+"""
+
+
+class FakeCompiler:
+    """Answers each program with a prepared report, after one progress event."""
+
+    def __init__(self, reports: dict[str, Report]) -> None:
+        self.reports = reports
+        self.requests: list[CompileRequest] = []
+
+    def __call__(
+        self,
+        request: CompileRequest,
+        *,
+        limits: ChildLimits,
+        on_event: Callable[[ProgressEvent], None],
+        is_cancelled: Callable[[], bool],
+    ) -> Report:
+        self.requests.append(request)
+        self.limits = limits
+        on_event(ProgressEvent(name="trace", seconds=1.25))
+        return self.reports[request.program]
+
+
+Run = Callable[..., tuple[Result, FakeCompiler]]
+
+
+@pytest.fixture
+def spec_file(tmp_path: Path) -> Path:
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the command with a fake compiler in place of the real one."""
+    monkeypatch.setenv("WEIGHBRIDGE_DATA_DIR", str(tmp_path / "data"))
+
+    def run(*arguments: str, reports: dict[str, Report] | None = None, stdin: str | None = None) -> tuple[Result, FakeCompiler]:
+        fake = FakeCompiler(reports or {"candidate": make_report(), "dropless": make_report("dropless", scale=1.7)})
+        monkeypatch.setattr(ChildCompiler, "__call__", lambda self, request, **rest: fake(request, **rest))
+        return CliRunner().invoke(main, list(arguments), input=stdin), fake
+
+    return run
+
+
+def failed(kind: FailureKind, program: str = "candidate") -> Report:
+    return Report(
+        program=program, status=ReportStatus.FAILED, depth="memory", failure=Failure(kind=kind, message="it broke", log_tail="last words")
+    )
+
+
+def test_help_and_import_load_neither_the_service_nor_jax() -> None:
+    script = (
+        "import sys, weighbridge\n"
+        "from weighbridge.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {name.split('.')[0] for name in sys.modules} & {'service', 'fastapi', 'jax', 'libtpu', 'sqlalchemy', 'pydantic'}\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_json_of_one_program_is_its_report_alone_on_stdout(run: Run, spec_file: Path) -> None:
+    result, _ = run("compile", str(spec_file), "--program", "candidate", "--json")
+    assert result.exit_code == 0
+    assert Report.model_validate(json.loads(result.stdout)) == make_report()
+    assert "candidate: tracing (at 1.2 s)" in result.stderr
+
+
+def test_json_of_two_programs_leads_with_the_most_allocated(run: Run, spec_file: Path) -> None:
+    result, _ = run("compile", str(spec_file), "--json")
+    content = json.loads(result.stdout)
+    larger = make_report("dropless", scale=1.7)
+    assert content["governing_program"] == "dropless"
+    assert (content["status"], content["peak_bytes"], content["allocated_bytes"]) == ("ok", larger.peak_bytes, larger.allocated_bytes)
+    assert content["capacity_bytes"] == larger.capacity_bytes
+    assert {name: Report.model_validate(report) for name, report in content["programs"].items()} == {
+        "candidate": make_report(),
+        "dropless": larger,
+    }
+
+
+@pytest.mark.parametrize(
+    ("second", "code"),
+    [
+        (make_report("dropless"), 0),
+        (make_report("dropless", scale=4), 1),
+        (failed(FailureKind.COMPILER, "dropless"), 3),
+        (make_report("dropless").model_copy(update={"status": ReportStatus.UNKNOWN}), 3),
+        (failed(FailureKind.KILLED_WALL, "dropless"), 5),
+    ],
+    ids=["fits", "does-not-fit", "failed", "too-close-to-tell", "timed-out"],
+)
+def test_exit_code_is_that_of_the_worst_program(run: Run, spec_file: Path, second: Report, code: int) -> None:
+    result, _ = run("compile", str(spec_file), reports={"candidate": make_report(), "dropless": second})
+    assert result.exit_code == code
+
+
+def test_a_program_that_does_not_fit_is_told_with_needed_and_available_bytes_and_its_buffers(run: Run, spec_file: Path) -> None:
+    result, _ = run("compile", str(spec_file), "--program", "candidate", reports={"candidate": make_report(scale=4)})
+    assert "does not fit  needs 112.15 GiB, 95.73 GiB available per device: 16.42 GiB too much" in result.stdout
+    assert "params.moe_layers.moe.w_up" in result.stdout
+    assert "f32[58,16,7168,128]" in result.stdout
+
+
+def test_a_failure_shows_its_message_and_the_end_of_the_log(run: Run, spec_file: Path) -> None:
+    result, _ = run("compile", str(spec_file), "--program", "candidate", reports={"candidate": failed(FailureKind.CRASHED)})
+    assert "it broke" in result.stdout
+    assert "last words" in result.stdout
+
+
+def test_every_problem_of_a_wrong_spec_is_listed_and_nothing_is_compiled(run: Run, spec_file: Path) -> None:
+    result, fake = run("compile", str(spec_file), "--set", "mesh.fsdp=3", "--set", "train.dtype=int8", "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "train.dtype" in result.stderr
+    assert "int8" in result.stderr
+    assert "mesh" in result.stderr
+    assert "legal" in result.stderr
+    assert fake.requests == []
+
+
+def test_overrides_depth_and_limits_reach_the_child(run: Run, spec_file: Path) -> None:
+    result, fake = run(
+        "compile", str(spec_file), "--program", "dropless", "--depth", "full", "--set", "train.seq_len=256", "--wall-limit", "77", "--json"
+    )
+    assert result.exit_code == 0
+    (request,) = fake.requests
+    assert (request.program, request.depth, request.spec["train"]["seq_len"]) == ("dropless", "full", 256)
+    assert fake.limits.wall_seconds == 77
+
+
+def test_a_spec_can_come_from_standard_input(run: Run) -> None:
+    result, fake = run("compile", "-", "--json", stdin=SPEC)
+    assert result.exit_code == 0
+    assert sorted(request.program for request in fake.requests) == ["candidate", "dropless"]
+
+
+def test_a_missing_file_is_a_usage_error(run: Run, tmp_path: Path) -> None:
+    result, _ = run("compile", str(tmp_path / "absent.yaml"))
+    assert result.exit_code == 2
+    assert "absent.yaml cannot be read: No such file or directory" in result.stderr
+
+
+def test_a_saved_report_is_read_again_as_it_was(run: Run, spec_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "report.json"
+    result, _ = run("compile", str(spec_file), "--out", str(out))
+    assert result.exit_code == 0
+    assert documents.read_reports(out) == {"candidate": make_report(), "dropless": make_report("dropless", scale=1.7)}
+
+
+def test_a_file_that_is_no_report_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"status": "ok"}')
+    with pytest.raises(documents.DocumentError, match=r"other\.json holds no report"):
+        documents.read_reports(path)
+
+
+def test_an_interrupt_cancels_every_child_before_it_goes_on() -> None:
+    stopped: list[str] = []
+    started = threading.Barrier(2)
+
+    def compiler(request: CompileRequest, *, limits: ChildLimits, on_event: object, is_cancelled: Callable[[], bool]) -> Report:
+        started.wait(timeout=30)
+        if request.program == "candidate":
+            raise KeyboardInterrupt
+        while not is_cancelled():
+            threading.Event().wait(0.005)
+        stopped.append(request.program)
+        return failed(FailureKind.CANCELLED, request.program)
+
+    import yaml
+
+    spec = parse_spec(yaml.safe_load(SPEC))
+    with pytest.raises(KeyboardInterrupt):
+        weigh(spec, compiler, limits=ChildLimits(), on_event=lambda *_: None, on_report=lambda _: None, parallel=2)
+    assert stopped == ["dropless"]
+
+
+def test_overrides_make_what_is_absent_and_keep_the_original() -> None:
+    data = {"train": {"remat": "full", "seq_len": 8}}
+    changed = apply_overrides(data, ["context.load_balance=false", "train.remat.save=[mla_q]", "train.seq_len=16"])
+    assert changed == {
+        "train": {"remat": {"policy": "full", "save": ["mla_q"]}, "seq_len": 16},
+        "context": {"load_balance": False},
+    }
+    assert data == {"train": {"remat": "full", "seq_len": 8}}
+
+
+@pytest.mark.parametrize("assignment", ["train.seq_len", "=3", "train..x=1", "train.seq_len.x=1", "a=[1"])
+def test_an_unusable_override_is_refused_by_its_text(assignment: str) -> None:
+    with pytest.raises(click.BadParameter, match=r"--set|not a mapping|path=value|not readable"):
+        apply_overrides({"train": {"seq_len": 8}}, [assignment])
+
+
+def test_a_bar_shows_anything_above_zero_and_never_more_than_its_width() -> None:
+    assert bar(0.0, 5) == ""
+    assert bar(1e-9, 5) == "▏"
+    assert bar(0.5, 5) == "██▌"
+    assert bar(7.0, 5) == "█████"
+
+
+def test_the_catalogue_names_every_family_with_derived_counts() -> None:
+    result = CliRunner().invoke(main, ["catalog", "topologies", "--json"])
+    by_name = {topology["name"]: topology for topology in json.loads(result.stdout)["topologies"]}
+    assert (by_name["v5p-512"]["num_chips"], by_name["v5p-512"]["num_devices"]) == (256, 256)
+    assert by_name["v5e-16"]["num_chips"] == 16
+
+
+def test_a_missing_extra_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch, spec_file: Path) -> None:
+    from weighbridge import extras
+
+    real = extras.importlib.util.find_spec
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else real(name, *rest))
+    result = CliRunner().invoke(main, ["compile", str(spec_file)])
+    assert result.exit_code == 1
+    assert "needs libtpu" in result.stderr
+    assert "pip install 'weighbridge[compile]'" in result.stderr

@@ -1,0 +1,325 @@
+"""The `weighbridge` command. Each command loads what it needs when it runs, so that `--help` needs neither the service nor JAX."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from weighbridge.address import DEFAULT_URL, URL_VARIABLE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from service.errors import SpecError
+    from service.records import Report
+    from service.spec import Spec
+    from weighbridge.client import Client
+
+EXIT_CODES = """\b
+Exit codes:
+  0  every program fits
+  1  a program does not fit
+  2  the spec or the command line is wrong
+  3  no answer: a program failed, or is too close to the capacity to tell before code generation
+  5  timed out
+"""
+
+_SPEC = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
+_server_option = click.option("--server", metavar="URL", help=f"The server; otherwise {URL_VARIABLE}, otherwise {DEFAULT_URL}.")
+_set_option = click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change the spec: --set train.seq_len=8192.")
+_program_option = click.option("--program", "programs", multiple=True, metavar="NAME", help="Weigh only this program. Repeatable.")
+_depth_option = click.option(
+    "--depth", type=click.Choice(["memory", "full"]), help="memory stops at buffer assignment; full goes on through code generation."
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON alone on stdout.")
+_buffers_option = click.option(
+    "--buffers", "num_buffers", type=click.IntRange(0, 200), default=12, show_default=True, help="Buffers to list."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="weighbridge")
+def main() -> None:
+    """Weigh a training step before it trains: exact peak HBM on a mocked TPU topology, and what it is made of."""
+
+
+@main.command("compile", epilog=EXIT_CODES)
+@click.argument("spec_file", metavar="SPEC", type=_SPEC)
+@_depth_option
+@_program_option
+@_set_option
+@_json_option
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Save the JSON here, for `weighbridge compare`.")
+@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep the optimised HLO and the like here.")
+@click.option("--wall-limit", type=click.FloatRange(min=1), metavar="SECONDS", help="Kill a compile after this long.")
+@click.option("--parallel", type=click.IntRange(min=1), help="Programs compiled at once; otherwise as many as there are cores.")
+@_buffers_option
+def compile_command(
+    spec_file: Path,
+    depth: str | None,
+    programs: tuple[str, ...],
+    assignments: tuple[str, ...],
+    as_json: bool,
+    out: Path | None,
+    keep: Path | None,
+    wall_limit: float | None,
+    parallel: int | None,
+    num_buffers: int,
+) -> None:
+    """Weigh SPEC (a YAML or JSON file, - for stdin) here, without a server."""
+    from weighbridge.extras import require
+
+    require("compile", "compile")
+    from service.compile.runner import ChildCompiler
+    from weighbridge import documents
+    from weighbridge.local import weigh
+    from weighbridge.progress import Progress
+
+    spec = _read_spec(spec_file, assignments, programs=programs, depth=depth)
+    settings = _settings(child_wall_seconds=wall_limit)
+    errors = _stderr()
+    try:
+        with Progress(spec.programs, errors) as progress:
+            reports = weigh(
+                spec,
+                ChildCompiler(settings.capacity_cache),
+                limits=settings.child_limits,
+                on_event=lambda program, event: progress.phase(program, event.name, event.seconds),
+                on_report=lambda report: progress.finished(report.program, report.status.value.replace("_", " ")),
+                parallel=parallel or os.cpu_count() or 1,
+                artifact_dir=keep,
+            )
+    except KeyboardInterrupt:
+        errors.print("interrupted; the compile was stopped")
+        sys.exit(documents.EXIT_INTERRUPTED)
+    _answer(spec.scenario, reports, as_json=as_json, out=out, num_buffers=num_buffers)
+
+
+@main.command(epilog=EXIT_CODES + "Without --wait: 0 once the job is accepted.")
+@click.argument("spec_file", metavar="SPEC", type=_SPEC)
+@_server_option
+@click.option("--wait", is_flag=True, help="Follow the job, then print its report and exit as `compile` does.")
+@_depth_option
+@_program_option
+@_set_option
+@click.option("--force", is_flag=True, help="Measure again, even if this spec and toolchain have an answer.")
+@click.option("--project", help="The project the job belongs to.")
+@_json_option
+@_buffers_option
+def submit(
+    spec_file: Path,
+    server: str | None,
+    wait: bool,
+    depth: str | None,
+    programs: tuple[str, ...],
+    assignments: tuple[str, ...],
+    force: bool,
+    project: str | None,
+    as_json: bool,
+    num_buffers: int,
+) -> None:
+    """Send SPEC to a server, which weighs it in its queue; the commit and branch of the checkout go with it."""
+    from weighbridge.client import Client
+    from weighbridge.documents import to_json
+    from weighbridge.git import read_git_facts
+
+    spec = _read_spec(spec_file, assignments, programs=programs, depth=depth)
+    git = read_git_facts(Path.cwd() if str(spec_file) == "-" else spec_file.resolve().parent) | ({"project": project} if project else {})
+    with _client_errors(), Client(server) as client:
+        job = client.submit(spec.as_json(), git=git, force=force)
+        page = f"{client.url}/jobs/{job['id']}"
+        if not wait:
+            click.echo(to_json(job) if as_json else f"{job['id']}  {job['status']}  {page}", nl=not as_json)
+            return
+        reports = follow(client, job, spec.programs, page)
+    if not reports:
+        raise click.ClickException(f"job {job['id']} ended with nothing measured; see {page}")
+    _answer(spec.scenario, reports, as_json=as_json, out=None, num_buffers=num_buffers)
+
+
+@main.command(epilog="Exit code: 0 once both were read, whatever the difference; 2 when they cannot be compared.")
+@click.argument("base", metavar="BASE")
+@click.argument("head", metavar="HEAD")
+@click.option("--program", help="Compare only this program; otherwise every one that both have.")
+@_server_option
+@_json_option
+def compare(base: str, head: str, program: str | None, server: str | None, as_json: bool) -> None:
+    """Say what grew from BASE to HEAD: each a report saved by `compile --out`, or the id of a job on the server."""
+    from weighbridge.comparison import compare_reports
+
+    with _client_errors():
+        compare_reports(base, head, program=program, server=server, as_json=as_json)
+
+
+@main.command()
+@click.argument("what", type=click.Choice(["presets", "topologies"]), required=False)
+@_json_option
+def catalog(what: str | None, as_json: bool) -> None:
+    """List the model presets and the topologies that a spec can name."""
+    from weighbridge.catalog import print_catalog
+
+    print_catalog(what, as_json=as_json)
+
+
+@main.command()
+@click.option("--host", help="Address to listen on; anything but loopback needs tokens.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port; 0 takes a free one.")
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the database and the artifacts live.")
+@click.option("--worker/--no-worker", "with_worker", default=True, help="Whether to run a worker beside the server.")
+def serve(host: str | None, port: int | None, data_dir: Path | None, with_worker: bool) -> None:
+    """Run the API, the pages and one worker."""
+    from weighbridge.extras import require
+
+    require("service", "serve")
+    if with_worker:
+        require("compile", "serve")
+    from service.api.server import run_server
+
+    sys.exit(run_server(_settings(host=host, port=port, data_dir=data_dir), with_worker=with_worker))
+
+
+@main.command()
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the database and the artifacts live.")
+def worker(data_dir: Path | None) -> None:
+    """Run one more worker on the database that a server uses."""
+    from weighbridge.extras import require
+
+    require("service", "worker")
+    require("compile", "worker")
+    from service.worker.loop import run_worker_process
+
+    sys.exit(run_worker_process(_settings(data_dir=data_dir)))
+
+
+@main.command()
+@click.option("--port", type=click.IntRange(0, 65535), default=8090, show_default=True, help="Port; where it is in use, a free one.")
+@click.option("--example", default="deepseek-v3-671b-v5p-512", show_default=True, help="Which of the examples to weigh.")
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the database and the artifacts live.")
+@click.option("--exit", "leave", is_flag=True, help="Stop the service once the answer is there, instead of serving on.")
+def demo(port: int, example: str, data_dir: Path | None, leave: bool) -> None:
+    """Start the service, weigh a real example on it, and print the address of its page."""
+    from weighbridge.extras import require
+
+    require("service", "demo")
+    require("compile", "demo")
+    from weighbridge.demo import run_demo
+
+    with _client_errors():
+        sys.exit(run_demo(_settings(port=port, data_dir=data_dir), example=example, leave=leave))
+
+
+def _stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def _stdout() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    # A pipe or a log has no width of its own; this one holds every table without folding.
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def _settings(**overrides: Any) -> Any:
+    """The service's settings from the environment and the command line; a wrong one ends the command with exit code 2."""
+    from service.settings import Settings, SettingsError
+
+    try:
+        return Settings.from_environment(**overrides)
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _read_spec(path: Path, assignments: tuple[str, ...], *, programs: tuple[str, ...], depth: str | None) -> Spec:
+    """The checked spec with everything the command line changes; a wrong one ends the command with exit code 2."""
+    from service.errors import SpecError
+    from service.spec import parse_spec, read_spec_text, require_kind
+    from weighbridge.overrides import apply_overrides
+
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise click.UsageError(f"{path} cannot be read: {reason}; give a spec like those in examples/") from error
+    try:
+        data = read_spec_text(text)
+        if isinstance(data, dict):
+            data = apply_overrides(data, assignments)
+            data |= ({"programs": list(programs)} if programs else {}) | ({"depth": depth} if depth else {})
+        spec = parse_spec(data)
+        require_kind(spec, "compile")
+    except SpecError as error:
+        _refuse_spec(str(path), error)
+    return spec
+
+
+def _refuse_spec(source: str, error: SpecError) -> NoReturn:
+    from weighbridge.documents import EXIT_BAD_SPEC
+    from weighbridge.render import print_problems
+
+    print_problems(_stderr(), source, error.problems)
+    sys.exit(EXIT_BAD_SPEC)
+
+
+def _answer(scenario: str, reports: Mapping[str, Report], *, as_json: bool, out: Path | None, num_buffers: int) -> NoReturn:
+    """Print the reports as asked and end with their exit code."""
+    from weighbridge.documents import document, exit_code, to_json
+    from weighbridge.render import print_reports
+
+    text = to_json(document(reports))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
+    if as_json:
+        click.echo(text, nl=False)
+    else:
+        print_reports(_stdout(), scenario, reports, num_buffers=num_buffers)
+    sys.exit(exit_code(reports))
+
+
+def follow(client: Client, job: Mapping[str, Any], programs: tuple[str, ...], page: str) -> dict[str, Report]:
+    """Show a job's events until it has ended; its reports by program. Ctrl-C leaves the job running and says so."""
+    from service.records import Report
+    from weighbridge.documents import EXIT_INTERRUPTED
+    from weighbridge.progress import Progress
+
+    errors = _stderr()
+    try:
+        with Progress(programs, errors, waiting="queued") as progress:
+            progress.note(f"job {job['id']}  {page}")
+            for event in client.events(job["id"]):
+                if event.name == "progress":
+                    progress.phase(event.data["program"], event.data["name"], event.data["seconds"])
+                elif event.name == "report":
+                    progress.finished(event.data["program"], event.data["status"].replace("_", " "))
+    except KeyboardInterrupt:
+        errors.print(f"no longer following; job {job['id']} goes on, see {page}", soft_wrap=True)
+        sys.exit(EXIT_INTERRUPTED)
+    return {report["program"]: Report.model_validate(report) for report in client.reports(job["id"])}
+
+
+@contextmanager
+def _client_errors() -> Iterator[None]:
+    """Turn what a server refuses into a message and the documented exit code: 2 for a wrong request, 3 for a service that fails."""
+    from service.errors import Problem
+    from weighbridge.client import ClientError
+    from weighbridge.documents import EXIT_BAD_SPEC, EXIT_FAILED
+    from weighbridge.render import print_problems
+
+    try:
+        yield
+    except ClientError as error:
+        if error.problems:
+            print_problems(_stderr(), "spec", [Problem(p["path"], p["value"], p["message"], p["legal"]) for p in error.problems])
+        else:
+            _stderr().print(f"Error: {error}", soft_wrap=True, markup=False)
+        refused = error.status is not None and 400 <= error.status < 500
+        sys.exit(EXIT_BAD_SPEC if refused else EXIT_FAILED)

@@ -1,0 +1,143 @@
+"""Talks to a Weighbridge server over HTTP: submits specs, follows jobs, reads reports. For the command line and for users' own scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from weighbridge.address import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE
+
+_RECONNECTS = 20
+"""Most times in a row that a broken stream of events is taken up again without a new event."""
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """One event of a job: its place in the order, what happened, and the details."""
+
+    sequence: int
+    name: str
+    data: Mapping[str, Any]
+
+
+class ClientError(Exception):
+    """The server could not be reached, or refused; `problems` are those of a spec, each with path, value, message and legal."""
+
+    def __init__(self, message: str, *, status: int | None = None, problems: tuple[Mapping[str, Any], ...] = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        """The HTTP status; None where there was no answer."""
+        self.problems = problems
+
+
+class Client:
+    """One server. Use as a context manager; methods raise ClientError."""
+
+    def __init__(self, url: str | None = None, *, token: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
+        self.url = (url or os.environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/")
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(30.0), transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._http.close()
+
+    def submit(
+        self, spec: Mapping[str, Any], *, kind: str = "compile", git: Mapping[str, Any] | None = None, force: bool = False
+    ) -> dict[str, Any]:
+        """Ask for `spec` to be weighed; the job. One that was weighed before is answered at once unless `force`."""
+        return self._json("POST", "/api/v1/jobs", json={"spec": spec, "kind": kind, "git": dict(git or {}), "force": force})
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """The job as it stands."""
+        return self._json("GET", f"/api/v1/jobs/{job_id}")
+
+    def cancel(self, job_id: str) -> dict[str, Any]:
+        """Ask for the job to be stopped."""
+        return self._json("POST", f"/api/v1/jobs/{job_id}/cancel")
+
+    def reports(self, job_id: str) -> list[dict[str, Any]]:
+        """The reports of a job, in the order of its programs; empty where nothing was measured."""
+        try:
+            reports: list[dict[str, Any]] = self._json("GET", f"/api/v1/jobs/{job_id}/report")["reports"]
+        except ClientError as error:
+            # A job that exists and has no report yet is an empty answer; one that does not exist is an error.
+            if error.status == 404 and self.job(job_id):
+                return []
+            raise
+        return reports
+
+    def events(self, job_id: str) -> Iterator[JobEvent]:
+        """Every event of the job, as it happens, until it has ended; a broken connection is taken up where it was left.
+
+        Raises:
+            ClientError: refused, or the connection broke 20 times without a new event.
+        """
+        last, breaks = 0, 0
+        while True:
+            try:
+                for event in self._stream(job_id, last):
+                    last, breaks = event.sequence, 0
+                    yield event
+                    if event.name == "finished":
+                        return
+            except httpx.TransportError as error:
+                if breaks >= _RECONNECTS:
+                    raise ClientError(f"lost {self.url} while following job {job_id}: {error}") from error
+            breaks += 1
+            if breaks > _RECONNECTS:
+                raise ClientError(f"{self.url} ended the events of job {job_id} before the job ended; ask again with its id")
+
+    def _stream(self, job_id: str, after: int) -> Iterator[JobEvent]:
+        """One connection's worth of server-sent events."""
+        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": str(after)} if after else {})
+        # The server sends a comment now and then, so silence this long means that it is gone.
+        timeout = httpx.Timeout(30.0, read=90.0)
+        with self._http.stream("GET", f"/api/v1/jobs/{job_id}/events", headers=headers, timeout=timeout) as answer:
+            if answer.is_error:
+                answer.read()
+                raise _refusal(answer)
+            fields: dict[str, str] = {}
+            for line in answer.iter_lines():
+                if line.startswith(":"):
+                    continue
+                if line:
+                    name, _, value = line.partition(":")
+                    fields[name] = value.removeprefix(" ")
+                elif fields:
+                    if "event" in fields and "id" in fields:
+                        yield JobEvent(int(fields["id"]), fields["event"], json.loads(fields.get("data", "{}")))
+                    fields = {}
+
+    def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise ClientError(
+                f"no answer from {self.url} ({error}); is the server running there? Start one with `weighbridge serve`, "
+                f"or name another with --server or {URL_VARIABLE}"
+            ) from error
+        if answer.is_error:
+            raise _refusal(answer)
+        content: dict[str, Any] = answer.json()
+        return content
+
+
+def _refusal(answer: httpx.Response) -> ClientError:
+    """A refusal in the server's words where it gave any."""
+    try:
+        problem = answer.json()
+        message = problem.get("detail") or problem.get("title") or f"HTTP {answer.status_code}"
+        problems = tuple(problem.get("problems") or ())
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
+        message, problems = f"HTTP {answer.status_code} from {answer.request.url}", ()
+    return ClientError(message, status=answer.status_code, problems=problems)

@@ -1,0 +1,25 @@
+"""Says which extra to install when a command needs a part that a plain client does not bring."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import click
+
+_NEEDS = {
+    "service": ("fastapi", "jinja2", "plotly", "psutil", "sqlalchemy", "uvicorn", "zstandard"),
+    "compile": ("flax", "jax", "jaxtyping", "libtpu", "psutil"),
+}
+
+
+def require(extra: str, command: str) -> None:
+    """Refuse `command` where a package of `extra` is missing, with the line that installs it.
+
+    Raises:
+        click.ClickException: at least one package is missing.
+    """
+    missing = [name for name in _NEEDS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.ClickException(
+            f"`weighbridge {command}` needs {', '.join(missing)}, which this installation lacks; run: pip install 'weighbridge[{extra}]'"
+        )

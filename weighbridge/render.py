@@ -1,0 +1,234 @@
+"""Prints a report as tables a person can read; the same words and numbers as the job page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from service.errors import Problem
+from service.records import BUFFER_CLASSES, Report, ReportStatus, Timings
+from service.units import UNKNOWN, format_bytes, format_count, format_parameters, format_seconds
+from service.verdict_text import TITLES, verdict_sentence
+
+_STYLES = {
+    ReportStatus.OK: "bold green",
+    ReportStatus.DOES_NOT_FIT: "bold red",
+    ReportStatus.UNKNOWN: "bold yellow",
+    ReportStatus.FAILED: "bold red",
+}
+_MARKS = {ReportStatus.OK: "✓", ReportStatus.DOES_NOT_FIT: "✗", ReportStatus.UNKNOWN: "?", ReportStatus.FAILED: "✗"}
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def print_reports(console: Console, scenario: str, reports: Mapping[str, Report], *, num_buffers: int) -> None:
+    """Every program of a spec, under one head line with what was weighed."""
+    first = next(iter(reports.values()))
+    console.print(Text.assemble((scenario, "bold"), "  ", (_subject(first), "dim")), soft_wrap=True)
+    for report in reports.values():
+        console.print()
+        print_report(console, report, num_buffers=num_buffers)
+
+
+def print_report(console: Console, report: Report, *, num_buffers: int) -> None:
+    """One program: verdict, figures, what the peak is made of, the largest buffers, and where the answer comes from."""
+    style = _STYLES[report.status]
+    console.print(
+        Text.assemble(
+            (f"{report.program}  ", "bold"),
+            (f"{_MARKS[report.status]} {TITLES[report.status].lower()}", style),
+            f"  {verdict_sentence(report)}",
+        ),
+        soft_wrap=True,
+    )
+    if report.allocated_bytes is not None and report.capacity_bytes is not None:
+        console.print(_gauge(report, min(console.width, 100)))
+    if report.failure is not None and report.failure.log_tail:
+        console.print(Text("\nEnd of the log", style="dim"))
+        console.print(Text(report.failure.log_tail.rstrip()), soft_wrap=True)
+    sections: list[RenderableType] = []
+    if report.peak_bytes is not None:
+        sections.append(_figures(report))
+        sections.append(
+            _side_by_side(
+                console.width,
+                _breakdown("Class at the peak", _class_rows(report), report.peak_bytes),
+                _breakdown("Module at the peak", _module_rows(report), report.peak_bytes),
+            )
+        )
+    if report.buffers:
+        sections.append(_buffers(report, num_buffers))
+    sections.append(_provenance(report))
+    for section in sections:
+        console.print()
+        console.print(section)
+
+
+def print_problems(console: Console, source: str, problems: Sequence[Problem]) -> None:
+    """Everything wrong with a spec: where, what stands there, why it cannot be, what would be legal."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    console.print(Text.assemble((f"{source}: ", "bold"), (f"{count}, nothing was compiled", "bold red")), soft_wrap=True)
+    for problem in problems:
+        console.print(Text.assemble("\n  ", (problem.path or "(whole spec)", "bold"), f"  {problem.message}"), soft_wrap=True)
+        if problem.value is not None:
+            console.print(Text.assemble(("    given  ", "dim"), str(problem.value)), soft_wrap=True)
+        if problem.legal:
+            console.print(Text.assemble(("    legal  ", "dim"), problem.legal), soft_wrap=True)
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `share` (0 to 1) of `width` cells, to an eighth of a cell; anything above zero shows."""
+    eighths = max(1 if share > 0 else 0, round(min(max(share, 0.0), 1.0) * width * 8))
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[rest] if rest else "")
+
+
+def _subject(report: Report) -> str:
+    topology = report.topology
+    words = []
+    if topology:
+        slices = f"{topology['num_slices']} slices of " if topology.get("num_slices", 1) > 1 else ""
+        shape = str(topology.get("shape", "")).replace("x", "×")
+        words += [f"{slices}{topology.get('name')}", shape, f"{topology.get('num_chips')} chips", f"{topology.get('num_devices')} devices"]
+    if report.num_parameters is not None:
+        words.append(f"{format_parameters(report.num_parameters)} parameters")
+    return " · ".join(words)
+
+
+def _gauge(report: Report, width: int) -> Text:
+    """Allocated bytes against the capacity on one line: filled, free, and what is beyond the mark."""
+    assert report.allocated_bytes is not None
+    assert report.capacity_bytes is not None
+    cells = width - 3  # the indent, and the mark of the capacity
+    full = max(report.allocated_bytes, report.capacity_bytes)
+    limit = round(cells * report.capacity_bytes / full)
+    used = max(1, round(cells * report.allocated_bytes / full))
+    text = Text("  ")
+    text.append("━" * min(used, limit), style="green" if report.status == ReportStatus.OK else "yellow")
+    text.append("─" * max(0, limit - used), style="dim")
+    text.append("┃", style="bold")
+    text.append("━" * max(0, used - limit - 1), style="red")
+    return text
+
+
+def _figures(report: Report) -> Table:
+    left = (
+        ("Peak", report.peak_bytes),
+        ("Allocated", report.allocated_bytes),
+        ("Capacity", report.capacity_bytes),
+        ("Head-room", report.headroom_bytes),
+    )
+    middle = (
+        ("Arguments", report.argument_bytes),
+        ("Outputs", report.output_bytes),
+        ("Alias", report.alias_bytes),
+        ("Temporaries", report.temp_bytes),
+    )
+    right = (
+        ("Fragmentation", report.fragmentation_bytes),
+        ("Padding", report.padding_bytes),
+        ("Host", report.host_bytes),
+        ("Code", report.code_bytes),
+    )
+    table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(style="dim")
+        table.add_column(justify="right")
+    for row in zip(left, middle, right, strict=True):
+        cells: list[RenderableType] = []
+        for index, (label, num_bytes) in enumerate(row):
+            cells += [label, Text(format_bytes(num_bytes), style="bold" if index == 0 else "")]
+        table.add_row(*cells)
+    return table
+
+
+def _class_rows(report: Report) -> list[tuple[str, int]]:
+    ranks = {name: rank for rank, name in enumerate(BUFFER_CLASSES)}
+    return sorted(report.classes.items(), key=lambda item: ranks.get(item[0], len(ranks)))
+
+
+def _module_rows(report: Report) -> list[tuple[str, int]]:
+    return sorted(report.modules.items(), key=lambda item: -item[1])
+
+
+def _breakdown(title: str, rows: list[tuple[str, int]], whole: int) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column(title)
+    table.add_column("", width=16)
+    table.add_column("Bytes", justify="right")
+    table.add_column("Share", justify="right")
+    longest = max((num_bytes for _, num_bytes in rows), default=0)
+    for name, num_bytes in rows:
+        filled = Text(bar(num_bytes / longest if longest else 0.0, 16), style="cyan")
+        table.add_row(name.replace("_", " "), filled, format_bytes(num_bytes), f"{100 * num_bytes / whole:.1f} %" if whole else "")
+    return table
+
+
+def _side_by_side(width: int, left: Table, right: Table) -> RenderableType:
+    if not left.row_count:
+        return right
+    if width < 130:
+        return Group(left, Text(), right)
+    grid = Table.grid(padding=(0, 6))
+    grid.add_row(left, right)
+    return grid
+
+
+def _buffers(report: Report, num_buffers: int) -> Table:
+    shown = report.buffers[:num_buffers]
+    total = "" if report.num_buffers_at_peak is None else f" of {format_count(report.num_buffers_at_peak)}"
+    table = Table(
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        header_style="dim",
+        title=f"Largest {len(shown)}{total} buffers at the peak",
+        title_justify="left",
+        title_style="dim",
+    )
+    table.add_column("Size", justify="right", no_wrap=True)
+    table.add_column("Padding", justify="right", no_wrap=True)
+    table.add_column("Class", no_wrap=True)
+    table.add_column("Shape", overflow="fold")
+    table.add_column("Scope", overflow="fold", ratio=1)
+    for buffer in shown:
+        padding = (
+            UNKNOWN
+            if buffer.logical_bytes is None
+            else ""
+            if buffer.padded_bytes == buffer.logical_bytes
+            else format_bytes(buffer.padded_bytes - buffer.logical_bytes)
+        )
+        where = buffer.scope or f"{buffer.module} (inferred)" if buffer.module_inferred else buffer.scope
+        table.add_row(
+            format_bytes(buffer.padded_bytes),
+            padding,
+            buffer.class_.replace("_", " "),
+            Text(f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]"),
+            Text(where or buffer.name),
+        )
+    return table
+
+
+def _provenance(report: Report) -> Text:
+    text = Text(style="dim")
+    phases = [
+        f"{name.removesuffix('_seconds').replace('_', ' ')} {format_seconds(getattr(report.timings, name))}"
+        for name in Timings.model_fields
+        if getattr(report.timings, name) is not None
+    ]
+    if phases:
+        text.append("Took   " + " · ".join(phases) + "\n")
+    if report.child_peak_rss_bytes is not None:
+        text.append(f"Child  {format_bytes(report.child_peak_rss_bytes)} of memory at most, depth {report.depth}\n")
+    chain = report.toolchain
+    if chain is not None:
+        text.append(
+            f"With   jax {chain.jax} · jaxlib {chain.jaxlib} · libtpu {chain.libtpu} · flax {chain.flax} · extractor {chain.extractor}"
+        )
+    for warning in report.warnings:
+        text.append(f"\n{warning}", style="yellow")
+    text.rstrip()
+    return text
