@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode
@@ -12,7 +12,7 @@ from service.api.charts import percent
 from service.compile.catalog import FAMILIES, find_topology, named_topologies
 from service.errors import Problem
 from service.models.config import PRESETS, ModelConfig
-from service.records import TERMINAL, Job, JobStatus, ReportStatus
+from service.records import TERMINAL, Job, JobKind, JobStatus, ReportStatus
 from service.storage.interface import ReportSummary, WorkerStatus
 from service.verdict_text import TITLES
 
@@ -198,7 +198,7 @@ class OverviewContext:
 
 def overview_context(
     *,
-    counts: Mapping[tuple[str, JobStatus], int],
+    counts: Mapping[tuple[JobKind, JobStatus], int],
     newest: Sequence[Job],
     summaries: Mapping[str, Sequence[ReportSummary]],
     workers: Sequence[WorkerStatus],
@@ -252,7 +252,6 @@ class PresetLine:
 
     name: str
     description: str
-    num_parameters: int | None
     model: ModelConfig
     parts: str
     """Mechanisms switched on beyond attention and feed-forward."""
@@ -267,16 +266,16 @@ class CatalogContext:
     families: tuple[FamilyLine, ...]
 
 
-def catalog_context(*, num_parameters: Mapping[str, int], capacities: Mapping[str, int]) -> CatalogContext:
-    """The catalogue; `num_parameters` by preset and `capacities` by family, each where it is known."""
+def catalog_context(*, capacities: Mapping[str, int]) -> CatalogContext:
+    """The catalogue; `capacities` by family, where they are known."""
     return CatalogContext(
         title="Catalog",
-        presets=tuple(_preset_line(name, num_parameters.get(name)) for name in PRESETS),
+        presets=tuple(_preset_line(name) for name in PRESETS),
         families=tuple(_family_line(name, capacities.get(name)) for name in FAMILIES),
     )
 
 
-def _preset_line(name: str, num_parameters: int | None) -> PresetLine:
+def _preset_line(name: str) -> PresetLine:
     make = PRESETS[name]
     model = make()
     parts = [
@@ -289,7 +288,7 @@ def _preset_line(name: str, num_parameters: int | None) -> PresetLine:
         )
         if is_on
     ]
-    return PresetLine(name, (make.__doc__ or "").strip().splitlines()[0], num_parameters, model, ", ".join(parts))
+    return PresetLine(name, (make.__doc__ or "").strip().splitlines()[0], model, ", ".join(parts))
 
 
 def _family_line(name: str, capacity_bytes: int | None) -> FamilyLine:
@@ -340,9 +339,7 @@ class SubmitContext:
     title: str
     text: str
     problems: tuple[Problem, ...] = ()
-    detail: str = ""
-    """What is wrong with the text as a whole, such as YAML that cannot be read."""
-    examples: tuple[Example, ...] = field(default=())
+    examples: tuple[Example, ...] = ()
     depth: str = "memory"
     force: bool = False
 

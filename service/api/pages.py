@@ -1,0 +1,174 @@
+"""The pages people read: routes that ask the store, build a typed context and hand it to a template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Annotated, Any
+from urllib.parse import parse_qs
+
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from starlette.concurrency import run_in_threadpool
+
+from service import units
+from service.api import contexts, static_files
+from service.api.dependencies import SettingsDep, StoreDep
+from service.api.job_context import job_context
+from service.api.jobs import JobRequest, add_job
+from service.compile.capacity_cache import CapacityCache
+from service.compile.catalog import FAMILIES, named_topologies
+from service.compile.toolchain import read_toolchain
+from service.errors import Problem, SpecError
+from service.records import JobStatus
+from service.resources import resource_directory
+from service.spec import load_spec, parse_spec, require_kind
+from service.storage.interface import JobFilter
+
+router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(resource_directory("web") / "templates"),
+        undefined=StrictUndefined,
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        bytes=units.format_bytes,
+        count=units.format_count,
+        parameters=units.format_parameters,
+        seconds=units.format_seconds,
+        share=lambda share: f"{share:.1%}".replace("%", " %"),
+        ratio=lambda ratio: units.UNKNOWN if ratio is None else f"{ratio:.2f}×",
+        words=lambda name: name.replace("_", " "),
+    )
+    environment.globals["static"] = static_files.static_url
+    return environment
+
+
+def render(name: str, context: Any, status: int = 200) -> HTMLResponse:
+    """A page from its template and its context, whose fields are the template's only names."""
+    values = {entry.name: getattr(context, entry.name) for entry in fields(context)}
+    return HTMLResponse(_environment().get_template(name).render(values), status_code=status, headers={"Cache-Control": "no-cache"})
+
+
+@router.get("/")
+def overview_page(store: StoreDep) -> Response:
+    """What is weighed here, and the newest answer of each scenario."""
+    newest = store.list_jobs(limit=200).jobs
+    context = contexts.overview_context(
+        counts=store.count_jobs(),
+        newest=newest,
+        summaries=store.list_report_summaries([job.id for job in newest]),
+        workers=store.list_workers(),
+    )
+    return render("overview.html", context)
+
+
+@router.get("/jobs")
+def jobs_page(
+    store: StoreDep, status: str = "", scenario: str = "", cursor: str = "", limit: Annotated[int, Query(ge=1, le=200)] = 50
+) -> Response:
+    """The jobs, newest first."""
+    known = {value.value for value in JobStatus}
+    filters = JobFilter(status=JobStatus(status) if status in known else None, scenario=scenario or None)
+    page = store.list_jobs(filters, cursor=cursor or None, limit=limit)
+    context = contexts.jobs_context(
+        page.jobs,
+        store.list_report_summaries([job.id for job in page.jobs]),
+        filters={"status": status if status in known else "", "scenario": scenario},
+        next_cursor=page.next_cursor,
+    )
+    return render("jobs.html", context)
+
+
+@router.get("/jobs/{job_id}")
+def job_page(store: StoreDep, job_id: str, program: str = "") -> Response:
+    """One job, with the report of one program."""
+    context = job_context(
+        store.get_job(job_id),
+        store.list_reports(job_id),
+        program=program or None,
+        events=store.list_events(job_id),
+        artifacts=store.list_artifacts(job_id),
+    )
+    return render("job.html", context)
+
+
+@router.post("/jobs/{job_id}/cancel")
+def cancel_job(store: StoreDep, job_id: str) -> Response:
+    """Ask for a job to be stopped, then show it."""
+    store.request_cancel(job_id)
+    return RedirectResponse(f"/jobs/{job_id}", status_code=303)
+
+
+@router.get("/catalog")
+def catalog_page(settings: SettingsDep) -> Response:
+    """The presets and topologies that a spec can name."""
+    cache = CapacityCache(settings.capacity_cache)
+    # One topology speaks for its family: HBM per device is a property of the chip.
+    known = {name: [cache.find(read_toolchain(topology.arguments())) for topology in named_topologies(name)] for name in FAMILIES}
+    capacities = {name: next(filter(None, values)) for name, values in known.items() if any(values)}
+    return render("catalog.html", contexts.catalog_context(capacities=capacities))
+
+
+@router.get("/submit")
+def submit_page(example: str = "") -> Response:
+    """A spec to edit and send, beginning with one of the examples."""
+    examples = load_examples()
+    text = next((entry.text for entry in examples if entry.name == example), examples[0].text if examples else "")
+    return render("submit.html", contexts.SubmitContext(title="Weigh a spec", text=text, examples=examples))
+
+
+@router.post("/submit")
+async def submit_spec(request: Request, store: StoreDep) -> Response:
+    """Queue what was sent and show the job; a wrong spec is shown again with everything that is wrong beside it."""
+    fields = read_form(await request.body())
+    text, depth = fields.get("spec", ""), fields.get("depth", "memory")
+    try:
+        spec = load_spec(text)
+        if depth in ("memory", "full"):
+            spec = parse_spec(spec.as_json() | {"depth": depth})
+        require_kind(spec, "compile")
+        job = await run_in_threadpool(add_job, store, spec, JobRequest(spec={}, force=fields.get("force") == "1"), None)
+    except SpecError as error:
+        context = contexts.SubmitContext(
+            title="Weigh a spec",
+            text=text,
+            problems=error.problems,
+            examples=load_examples(),
+            depth=depth,
+            force=fields.get("force") == "1",
+        )
+        return render("submit.html", context, status=error.status)
+    return RedirectResponse(f"/jobs/{job.id}", status_code=303)
+
+
+def read_form(body: bytes) -> dict[str, str]:
+    """The fields of an URL-encoded form, the last of each name; browsers send line ends as CR LF, specs are kept with LF."""
+    decoded = parse_qs(body.decode("utf-8", errors="replace"), keep_blank_values=True, max_num_fields=20)
+    return {name: values[-1].replace("\r\n", "\n") for name, values in decoded.items()}
+
+
+def load_examples() -> tuple[contexts.Example, ...]:
+    """The spec files of examples/ that a compile job can take, the quickest first."""
+    paths = sorted(resource_directory("examples").glob("*.yaml"), key=lambda path: (not path.stem.startswith("tiny"), path.stem))
+    return tuple(contexts.Example(path.stem, path.read_text()) for path in paths if not path.stem.startswith("steps-"))
+
+
+def error_page(request: Request, status: int, title: str, detail: str, problems: Sequence[Problem]) -> Response:
+    """Any error of a page, in words."""
+    return render("error.html", contexts.ErrorContext(title=title, status=status, detail=detail, problems=tuple(problems)), status=status)
+
+
+def install_pages(app: FastAPI) -> None:
+    """Add the pages and the static files to `app`, and let errors outside the API be pages too."""
+    app.include_router(router)
+    app.include_router(static_files.router)
+    app.state.error_page = error_page
