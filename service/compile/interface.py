@@ -22,13 +22,9 @@ class CompileRequest(Record):
     spec: Mapping[str, Any] = Field(description="a validated spec, as `Spec.as_json()` gives it")
     program: ProgramName
     depth: Depth = "memory"
-    work_dir: str = Field(
-        description="a directory of this child's own, not there yet: dump, TMPDIR and logs; the runner makes and removes it"
-    )
+    work_dir: str = Field(description="this child's own directory, not there yet: dump, TMPDIR, logs; the runner makes and removes it")
     artifact_dir: str | None = Field(default=None, description="where to leave files for keeping, PROGRAM.NAME each; null keeps nothing")
-    capacity_bytes: int | None = Field(
-        default=None, description="HBM capacity where it is known already; null has the child ask the compiler"
-    )
+    capacity_bytes: int | None = Field(default=None, description="HBM capacity where it is known; null has the child ask the compiler")
     toolchain: Toolchain | None = Field(default=None, description="put in the report; filled in by the runner")
 
 

@@ -1,0 +1,106 @@
+"""Compiles in a thread of its own and tells when the dump of its buffer assignment is complete, long before code generation ends.
+
+All that is known of memory stands in `….after_optimizations.hlo.pb`. The compiler writes it whole before it begins
+`….after_optimizations_after_buffer_assignment.hlo.pb`, so the second's being there is what makes the first safe to read. A program
+that does not fit never gets the second: then the end of the compile makes it safe (tests/compile/test_watch.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+POLL_SECONDS = 0.01
+
+_ASSIGNED = "after_optimizations.hlo.pb"
+_NEXT = "after_optimizations_after_buffer_assignment.hlo.pb"
+
+
+class Compiled(Protocol):
+    """The part of `jax.stages.Compiled` that is read here."""
+
+    def memory_analysis(self) -> object: ...
+
+
+class Lowered(Protocol):
+    """The part of `jax.stages.Lowered` that is used here."""
+
+    def compile(self, compiler_options: Mapping[str, str | int | bool] | None = None) -> Compiled: ...
+
+
+class Compilation:
+    """One running compile and its dump."""
+
+    def __init__(self, lowered: Lowered, *, module: str, options: Mapping[str, str | int | bool], dump_dir: Path) -> None:
+        """Starts it. `module` is the name of the lowered module: the compiler may dump helper modules beside it."""
+        self._lowered, self._options, self._dump_dir = lowered, options, dump_dir
+        # Files are named module_NUMBER.NAME.cl_CHANGE.STAGE.
+        self._pattern = re.compile(rf"module_(\d+)\.{re.escape(module)}\.(?:[^.]+\.)?({re.escape(_ASSIGNED)}|{re.escape(_NEXT)})")
+        self._ended = threading.Event()
+        self._compiled: Compiled | None = None
+        self._error: Exception | None = None
+        # A daemon: at depth memory the process ends while it runs.
+        threading.Thread(target=self._compile, name="compile", daemon=True).start()
+
+    def wait_for_dump(self) -> Path | None:
+        """Wait for the buffer assignment or for the compile's end; the dump, None where the compile ended without one."""
+        while not self._ended.wait(POLL_SECONDS) and not self.is_assigned:
+            pass
+        complete = self._find(_NEXT)
+        if complete is not None:
+            return complete.with_name(complete.name.removesuffix(_NEXT) + _ASSIGNED)
+        return self._find(_ASSIGNED)
+
+    def wait(self) -> Compiled:
+        """Wait for the whole compile.
+
+        Raises:
+            Exception: whatever the compiler raised.
+        """
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._compiled is not None
+        return self._compiled
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether the compiler has passed buffer assignment, its check of allocated bytes against the capacity included."""
+        return self._find(_NEXT) is not None
+
+    def _compile(self) -> None:
+        try:
+            self._compiled = self._lowered.compile({**self._options, "xla_dump_to": str(self._dump_dir), "xla_dump_hlo_as_proto": True})
+        except Exception as error:  # handed to `wait`, which raises it in the thread that can answer for it
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def _find(self, stage: str) -> Path | None:
+        """The newest file of this stage: where the compiler starts over, the last attempt is the one that counts."""
+        try:
+            names = os.listdir(self._dump_dir)
+        except FileNotFoundError:
+            return None
+        found = [(int(match[1]), name) for name in names if (match := self._pattern.fullmatch(name)) and match[2] == stage]
+        return self._dump_dir / max(found)[1] if found else None
+
+
+def yield_cores() -> None:
+    """Let the other threads of this process run only where no core has anything else to do.
+
+    Called when nothing more is wanted of a compile that cannot be stopped: what is left of it (code generation) would take cores from the
+    analysis. It cannot be undone without privileges.
+    """
+    try:
+        own = threading.get_native_id()
+        for thread in os.listdir("/proc/self/task"):
+            if int(thread) != own:
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+    except (OSError, AttributeError):
+        # A courtesy to the analysis, without which the answer comes a little later.
+        return
