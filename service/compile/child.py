@@ -1,0 +1,277 @@
+"""The compile child: reads one request, weighs one program, sends its report and ends (`python -m service.compile.child`).
+
+Started by `service.compile.runner`, which sets its environment. At depth `memory` the report is sent, and the process ended, as soon as the
+compiler has assigned buffers: code generation takes most of a compile and changes no byte of it. At depth `full`, and where a program
+comes so close to the capacity that its code decides whether it fits, the compile is awaited.
+"""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.compile.environment import child_log, dump_dir
+from service.compile.failures import MAX_MESSAGE_CHARACTERS, ErrorKind, classify_error
+from service.compile.interface import CompileRequest
+from service.errors import AnalysisError, ServiceError
+from service.lifeline import Lifeline, peak_rss_bytes
+from service.records import Failure, FailureKind, Report, ReportStatus, Timings
+
+if TYPE_CHECKING:
+    import jax
+
+    from service.compile.analyse import AnalysisContext
+    from service.compile.lower import Weighed
+    from service.compile.memory import MemoryDump
+    from service.compile.watch import Compilation
+
+CODE_BAND_BYTES = 512 << 20
+"""Most program code that is reckoned with (2 to 300 MB were seen): closer than this to the capacity, only code generation can tell."""
+
+_TIMINGS = {
+    "start": "start_seconds",
+    "topology": "topology_seconds",
+    "build": "build_seconds",
+    "trace": "trace_seconds",
+    "lower": "lower_seconds",
+    "compile": "buffer_assignment_seconds",
+    "analyse": "analysis_seconds",
+}
+
+Load = Callable[[CompileRequest], "Weighed"]
+
+
+class LockedError(Exception):
+    """Another process was loading libtpu; the request is to be tried again in a new process."""
+
+
+def main(load: Load | None = None) -> None:
+    """Answer one request from stdin and end the process; `load` makes the program of a request, from its spec where None."""
+    lifeline = Lifeline()
+    request = CompileRequest.model_validate(lifeline.receive())
+    try:
+        report = Weighing(request, lifeline).run(load)
+    except LockedError as error:
+        lifeline.finish({"event": "locked", "message": str(error)})
+    lifeline.finish({"event": "report", "report": report.model_dump(mode="json")})
+
+
+class Weighing:
+    """One request on its way to a report."""
+
+    def __init__(self, request: CompileRequest, lifeline: Lifeline) -> None:
+        self._request, self._lifeline = request, lifeline
+        self._work_dir = Path(request.work_dir)
+        self._phase, self._entered = "start", 0.0  # a process starts before its code runs
+        self._timings: dict[str, float] = {}
+        # Fields of the report as they become known, so that a failure at any point tells what was known until then.
+        self._known: dict[str, Any] = {}
+        self._warnings: list[str] = []
+
+    def run(self, load: Load | None) -> Report:
+        """The report, whatever happens. Raises LockedError."""
+        try:
+            compilation, capacity, context = self._start(load)
+            self._judge(compilation, capacity, context)
+        except Exception as error:  # the border of the child: every error becomes a recorded failure
+            traceback.print_exc()
+            self._known |= {"status": ReportStatus.FAILED, "failure": self._failure(error)}
+        self._leave()
+        return Report(
+            program=self._request.program,
+            **({"depth": self._request.depth} | self._known),
+            timings=Timings(**self._timings, total_seconds=self._lifeline.seconds),
+            child_peak_rss_bytes=peak_rss_bytes(),
+            toolchain=self._request.toolchain,
+            warnings=tuple(self._warnings),
+        )
+
+    def _start(self, load: Load | None) -> tuple[Compilation, Future[int], AnalysisContext]:
+        """Everything up to the compile, which runs when this returns."""
+        # JAX is imported here and not above: the lifeline stands first, and the import is part of what is timed.
+        import jax
+
+        from service.compile.lower import load_spec_program, module_name
+        from service.compile.topology import arrange_devices, device_slices, mock_devices
+        from service.compile.watch import Compilation
+        from service.models.axes import make_mesh
+
+        self._enter("topology")
+        program = (load or load_spec_program)(self._request)
+        topology = program.topology
+        self._known |= {"topology": topology.describe(), "num_devices": topology.num_devices}
+        devices = arrange_devices(mock_devices(topology), topology, program.axes)
+        mesh = make_mesh(program.axes, devices)
+        with jax.set_mesh(mesh):
+            self._enter("build")
+            built = program.build(mesh)
+            self._known["num_parameters"] = built.num_parameters
+            self._enter("trace")
+            traced = built.jitted.trace(*built.arguments)
+            self._enter("lower")
+            lowered = traced.lower()
+        self._enter("compile")
+        compilation = Compilation(lowered, module=module_name(lowered), options=program.compiler_options, dump_dir=dump_dir(self._work_dir))
+        # Until buffers are assigned the compiler keeps one core busy; what else is needed is done on another.
+        capacity = self._start_capacity(devices[0], program.compiler_options)
+        from service.compile.analyse import AnalysisContext
+
+        context = AnalysisContext(
+            mesh_axes=program.axes.as_dict(),
+            device_slices=device_slices(devices),
+            family=topology.family,
+            devices_per_chip=topology.devices_per_chip,
+            step_config=program.step_config,
+            program=self._request.program,
+            state_donated=built.state_donated,
+            capacity_bytes=None,
+            compiler_log="",
+        )
+        return compilation, capacity, context
+
+    def _judge(self, compilation: Compilation, capacity: Future[int], context: AnalysisContext) -> None:
+        """Fill in what the compiler says of the program, waiting for no more of it than the answer needs."""
+        from service.compile.analyse import analyse
+        from service.compile.memory import read_memory
+        from service.compile.watch import yield_cores
+
+        path = compilation.wait_for_dump()
+        self._leave()
+        assigned_seconds = self._lifeline.seconds
+        if path is None:
+            self._warnings.append("the compiler ended before it assigned buffers: of the memory, only its message is known")
+            self._conclude(compilation, None)
+            return
+        dump = path.read_bytes()
+        memory = read_memory(dump)
+        known_capacity = self._await_capacity(capacity)
+        figures = {"peak_bytes": memory.peak_bytes, "allocated_bytes": memory.allocated_bytes, "capacity_bytes": known_capacity}
+        self._enter("analyse", figures)
+        is_code_decisive = known_capacity is None or memory.allocated_bytes > known_capacity - CODE_BAND_BYTES
+        is_awaited = self._request.depth == "full" or is_code_decisive or not compilation.is_assigned
+        if not is_awaited:
+            yield_cores()
+        log = child_log(self._work_dir)
+        compiler_log = log.read_text(errors="replace") if log.exists() else ""
+        analysis = analyse(dump, context=replace(context, capacity_bytes=known_capacity, compiler_log=compiler_log))
+        self._known |= {**analysis.fields, "capacity_bytes": known_capacity}
+        if known_capacity is not None:
+            self._known["headroom_bytes"] = known_capacity - memory.allocated_bytes
+        self._keep_artifacts(path, analysis.artifacts)
+        self._known["status"] = ReportStatus.OK
+        if is_awaited:
+            self._enter("code_generation", figures)
+            self._conclude(compilation, memory)
+            if compilation.is_assigned:
+                self._known["depth"] = "full"
+                # Ran beside the analysis, so this is more than the phase shows.
+                self._timings["code_generation_seconds"] = self._lifeline.seconds - assigned_seconds
+
+    def _conclude(self, compilation: Compilation, memory: MemoryDump | None) -> None:
+        """Wait for the compile's end and fill in its verdict."""
+        try:
+            compiled = compilation.wait()
+        except Exception as error:
+            verdict = classify_error(str(error))
+            if verdict.kind is ErrorKind.HBM:
+                self._known |= {"status": ReportStatus.DOES_NOT_FIT, "compiler_message": verdict.message}
+            elif memory is not None and compilation.is_assigned and self._request.depth == "memory":
+                # Not asked to generate code, and in the band where only that tells.
+                self._known |= {"status": ReportStatus.UNKNOWN, "compiler_message": verdict.message}
+                self._warnings.append("so close to the capacity that the program's code decides whether it fits, and generating it failed")
+            else:
+                raise
+            return
+        assert memory is not None, "a compile that succeeds has assigned buffers"
+        self._known["code_bytes"] = compare_with_compiler(memory, compiled.memory_analysis())
+
+    def _keep_artifacts(self, dump: Path, artifacts: Mapping[str, bytes]) -> None:
+        """Leave the files for keeping where the request wants them; the names begin with the program's."""
+        if self._request.artifact_dir is None:
+            return
+        directory = Path(self._request.artifact_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        # XProf opens files of this ending.
+        shutil.move(dump, directory / f"{self._request.program}.hlo_proto.pb")
+        for name, content in artifacts.items():
+            (directory / f"{self._request.program}.{name}").write_bytes(content)
+
+    def _start_capacity(self, device: jax.Device, options: Mapping[str, str | int | bool]) -> Future[int]:
+        if self._request.capacity_bytes is not None:
+            known: Future[int] = Future()
+            known.set_result(self._request.capacity_bytes)
+            return known
+        from service.compile.capacity import measure_capacity
+
+        return ThreadPoolExecutor(1, thread_name_prefix="capacity").submit(measure_capacity, device, options)
+
+    def _await_capacity(self, capacity: Future[int]) -> int | None:
+        from service.compile.capacity import CapacityError
+
+        try:
+            return capacity.result()
+        except CapacityError as error:
+            self._warnings.append(f"the capacity is not known: {error}")
+            return None
+
+    def _failure(self, error: Exception) -> Failure:
+        """What to record of an error, by its class and the phase it ended. Raises LockedError."""
+        import jax
+
+        message = str(error)[:MAX_MESSAGE_CHARACTERS] or type(error).__name__
+        if isinstance(error, AnalysisError):
+            return Failure(kind=FailureKind.ANALYSIS, message=message)
+        if isinstance(error, MemoryError):
+            return Failure(kind=FailureKind.HOST_MEMORY, message=f"the host had no memory left during {self._phase}")
+        if self._phase in ("build", "trace", "lower") or isinstance(error, ServiceError):
+            return Failure(
+                kind=FailureKind.LOWERING, message=message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
+            )
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            verdict = classify_error(str(error))
+            if verdict.kind is ErrorKind.LOCK_FILE:
+                raise LockedError(verdict.message) from error
+            return verdict.as_failure()
+        kind = {"topology": FailureKind.UNSUPPORTED, "analyse": FailureKind.ANALYSIS}.get(self._phase, FailureKind.COMPILER)
+        return Failure(kind=kind, message=f"{type(error).__name__}: {message}")
+
+    def _enter(self, phase: str, data: Mapping[str, Any] | None = None) -> None:
+        """Begin a phase, which ends the one before, and say so."""
+        self._leave()
+        self._phase, self._entered = phase, self._lifeline.seconds
+        self._lifeline.send({"event": "progress", "name": phase, "seconds": self._entered, "data": data or {}})
+
+    def _leave(self) -> None:
+        name = _TIMINGS.get(self._phase)
+        if name is not None:
+            self._timings.setdefault(name, self._lifeline.seconds - self._entered)
+
+
+def compare_with_compiler(memory: MemoryDump, statistics: Any) -> int | None:
+    """Hold what was read from the dump against the compiler's own statistics; the program's code bytes, None where it does not say.
+
+    Raises:
+        AnalysisError: a figure differs, or there are no statistics: then the dump was misread, and nothing of it can be trusted.
+    """
+    if statistics is None:
+        raise AnalysisError("the compiler gives no memory statistics to hold the dump against")
+    pairs = {
+        "peak": (memory.memory_analysis_peak_bytes, statistics.peak_memory_in_bytes),
+        "allocated": (memory.allocated_bytes, statistics.total_allocation_bytes),
+        "argument": (memory.argument_bytes, statistics.argument_size_in_bytes),
+        "alias": (memory.alias_bytes, statistics.alias_size_in_bytes),
+    }
+    different = [f"{name} {ours} and {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    if different:
+        raise AnalysisError(f"the dump and the compiler differ in bytes: {', '.join(different)}")
+    code = statistics.generated_code_size_in_bytes
+    return int(code) if code > 0 else None
+
+
+if __name__ == "__main__":
+    main()
