@@ -93,6 +93,10 @@ class Settings(BaseModel):
             ]
             raise SettingsError("; ".join(lines) + f". Known variables: {known}") from None
 
+    def as_environment(self) -> dict[str, str]:
+        """The variables from which `from_environment` makes these settings again, in another process."""
+        return {PREFIX + name.upper(): str(value) for name, value in self.model_dump(mode="json").items()}
+
     @property
     def resolved_database_url(self) -> str:
         """`database_url`, or SQLite's in `data_dir`."""

@@ -14,9 +14,9 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import InterfaceError, OperationalError
 
-from service.errors import ServiceError
+from service.storage.interface import StoreUnavailableError
 
 BUSY_SECONDS = 30
 """How long a statement waits for another process's write to SQLite; the longest write here takes milliseconds."""
@@ -26,13 +26,6 @@ _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 7_382_001
 _QUEUE_LOCK = 7_382_002
 _WRITE = "weighbridge_write"
-
-
-class DatabaseNotReadyError(ServiceError):
-    """The database does not answer, or its tables are not those of this version."""
-
-    status = 503
-    title = "Database not ready"
 
 
 def create_store_engine(url: str) -> Engine:
@@ -70,15 +63,24 @@ def _begin_sqlite_transaction(connection: Connection) -> None:
 @contextmanager
 def read(engine: Engine) -> Iterator[Connection]:
     """One transaction that sees one state of the database and changes nothing."""
-    with engine.connect() as connection, connection.begin():
+    with _translated(), engine.connect() as connection, connection.begin():
         yield connection
 
 
 @contextmanager
 def write(engine: Engine) -> Iterator[Connection]:
     """One transaction that may write; committed at the end, rolled back on an exception."""
-    with engine.connect().execution_options(**{_WRITE: True}) as connection, connection.begin():
+    with _translated(), engine.connect().execution_options(**{_WRITE: True}) as connection, connection.begin():
         yield connection
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """What the database cannot do now, as against what was wrongly asked of it: locked for too long, full, unreachable, shut down."""
+    try:
+        yield
+    except (OperationalError, InterfaceError) as error:
+        raise StoreUnavailableError(f"the database does not answer: {error.orig}") from error
 
 
 def serialise_queue(connection: Connection) -> None:
@@ -128,7 +130,7 @@ def _set_wal_mode(engine: Engine) -> None:
             time.sleep(0.02)
         else:
             if mode != "wal":
-                raise DatabaseNotReadyError(
+                raise StoreUnavailableError(
                     f"{engine.url.database} cannot use write-ahead logging (journal mode stays {mode!r}); put it on a local file system"
                 )
             return
@@ -144,13 +146,10 @@ def newest_revision() -> str:
 
 
 def check_database(engine: Engine, expected_revision: str) -> None:
-    """Raises DatabaseNotReadyError where the database does not answer or stands at another migration."""
-    try:
-        with read(engine) as connection:
-            current = MigrationContext.configure(connection).get_current_revision()
-    except DBAPIError as error:
-        raise DatabaseNotReadyError(f"the database does not answer: {error.orig}") from error
+    """Raises StoreUnavailableError where the database does not answer or stands at another migration."""
+    with read(engine) as connection:
+        current = MigrationContext.configure(connection).get_current_revision()
     if current != expected_revision:
-        raise DatabaseNotReadyError(
+        raise StoreUnavailableError(
             f"the database is at migration {current}, this version needs {expected_revision}; run `python -m service upgrade`"
         )

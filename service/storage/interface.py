@@ -38,6 +38,13 @@ class LeaseLostError(ServiceError):
     title = "Lease lost"
 
 
+class StoreUnavailableError(ServiceError):
+    """The database does not answer now, or its tables are not those of this version; nothing was changed."""
+
+    status = 503
+    title = "Database not ready"
+
+
 class CursorError(ServiceError):
     """A cursor that no page gave."""
 
@@ -165,10 +172,10 @@ class WorkerStatus(Record):
 
 
 class Store(Protocol):
-    """Jobs, their events, reports and artifacts."""
+    """Jobs, their events, reports and artifacts. Any method may raise StoreUnavailableError."""
 
     def ping(self) -> None:
-        """Return when the database answers and is at the newest migration; raise ServiceError otherwise."""
+        """Return when the database answers and is at the newest migration; raise StoreUnavailableError otherwise."""
         ...
 
     def add_job(self, new: NewJob, *, force: bool = False, idempotency: Idempotency | None = None) -> AddedJob:
@@ -264,7 +271,7 @@ class Store(Protocol):
         ...
 
     def record_worker(self, worker: WorkerStatus) -> None:
-        """Make a worker known, or known again."""
+        """Make a worker known, or known again; forgets those that were not seen for a day."""
         ...
 
     def remove_worker(self, worker_id: str) -> None: ...

@@ -48,6 +48,8 @@ from service.storage.rows import (
 )
 from service.storage.tables import artifacts, events, idempotency_keys, job_artifacts, jobs, reports, workers
 
+FORGET_WORKERS_AFTER = timedelta(days=1)
+
 
 def open_store(settings: Settings) -> SqlStore:
     """The store that the settings name, its database at the newest migration."""
@@ -329,6 +331,8 @@ class SqlStore:
     def record_worker(self, worker: WorkerStatus) -> None:
         values = {**worker.model_dump(mode="python"), "kinds": list(worker.kinds)}
         with write(self._engine) as connection:
+            # A worker that was killed did not sign off.
+            connection.execute(delete(workers).where(workers.c.seen_at < worker.seen_at - FORGET_WORKERS_AFTER))
             changed = connection.execute(update(workers).where(workers.c.id == worker.id).values(**values))
             if changed.rowcount == 0:
                 connection.execute(insert(workers).values(**values))

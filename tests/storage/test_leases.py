@@ -7,11 +7,17 @@ from collections.abc import Callable
 import pytest
 
 from service.records import FailureKind, JobStatus
-from service.storage.interface import Claim, LeaseLostError
+from service.storage.interface import Claim, LeaseLostError, WorkerStatus
 from service.storage.store import SqlStore
 from tests.storage.samples import Clock, new_job, report_of
 
 Claiming = Callable[..., Claim]
+
+
+def worker_status(worker_id: str, clock: Clock) -> WorkerStatus:
+    return WorkerStatus(
+        id=worker_id, host="mill", pid=17, kinds=("compile",), slots=2, memory_bytes=999, started_at=clock.now, seen_at=clock.now
+    )
 
 
 def test_jobs_are_given_in_the_order_they_came(store: SqlStore, claim: Claiming) -> None:
@@ -128,11 +134,7 @@ def test_a_cancelled_job_is_not_run_again_when_its_worker_dies_or_stops(store: S
 
 
 def test_workers_make_themselves_known_and_sign_off(store: SqlStore, clock: Clock) -> None:
-    from service.storage.interface import WorkerStatus
-
-    status = WorkerStatus(
-        id="w1", host="mill", pid=17, kinds=("compile",), slots=2, memory_bytes=999, started_at=clock.now, seen_at=clock.now
-    )
+    status = worker_status("w1", clock)
     store.record_worker(status)
     clock.advance(10)
     seen = status.model_copy(update={"seen_at": clock.now})
@@ -140,3 +142,14 @@ def test_workers_make_themselves_known_and_sign_off(store: SqlStore, clock: Cloc
     assert store.list_workers() == (seen,)
     store.remove_worker("w1")
     assert store.list_workers() == ()
+
+
+def test_a_worker_that_was_not_seen_for_a_day_is_forgotten(store: SqlStore, clock: Clock) -> None:
+    killed = worker_status("w1", clock)
+    store.record_worker(killed)
+    clock.advance(86_400)
+    store.record_worker(worker_status("w2", clock))
+    assert {worker.id for worker in store.list_workers()} == {"w1", "w2"}
+    clock.advance(1)
+    store.record_worker(worker_status("w2", clock))
+    assert [worker.id for worker in store.list_workers()] == ["w2"]

@@ -8,10 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from sqlalchemy import inspect
+from sqlalchemy import event, inspect
 
 from service.storage.database import (
-    DatabaseNotReadyError,
     check_database,
     create_store_engine,
     newest_revision,
@@ -19,6 +18,7 @@ from service.storage.database import (
     upgrade_database,
     write,
 )
+from service.storage.interface import StoreUnavailableError
 from service.storage.store import SqlStore
 from tests.storage.samples import new_job
 
@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 from service.storage.artifacts import ArtifactDirectory
 from service.storage.database import create_store_engine
+from service.storage.interface import StoreUnavailableError
 from service.storage.store import SqlStore
 from service.records import JobStatus
 url, name = sys.argv[1:]
@@ -102,7 +103,7 @@ def test_the_migrations_make_the_tables_that_the_code_describes(store: SqlStore,
 
 def test_a_database_at_another_migration_is_not_ready_and_says_what_to_run(database_url: str) -> None:
     engine = create_store_engine(database_url)
-    with pytest.raises(DatabaseNotReadyError, match=r"at migration None.*run `python -m service upgrade`"):
+    with pytest.raises(StoreUnavailableError, match=r"at migration None.*run `python -m service upgrade`"):
         check_database(engine, newest_revision())
     engine.dispose()
 
@@ -139,6 +140,18 @@ def test_a_transaction_that_raises_changes_nothing(store: SqlStore, database_url
     with pytest.raises(RuntimeError, match="half way"):
         change_and_fail()
     assert store.get_job(job.id) == job
+    engine.dispose()
+
+
+def test_a_database_that_cannot_be_written_is_unavailable_and_nothing_was_changed(store: SqlStore, database_url: str) -> None:
+    job = store.add_job(new_job()).job
+    engine = create_store_engine(database_url)
+    with engine.connect() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+    event.listen(store._engine, "begin", lambda connection: connection.exec_driver_sql(f"PRAGMA max_page_count={pages}"))
+    with pytest.raises(StoreUnavailableError, match="full"):
+        store.add_job(new_job("b", spec={"padding": "x" * 50_000}))
+    assert store.list_jobs().jobs == (job,)
     engine.dispose()
 
 

@@ -1,0 +1,210 @@
+"""Jobs over HTTP: post a spec, list, look, cancel, and read what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import Field, ValidationError
+from starlette.concurrency import run_in_threadpool
+
+from service.api.dependencies import StoreDep
+from service.api.errors import MediaTypeError, RequestError
+from service.api.examples import JOB_REQUEST, JOB_REQUEST_YAML
+from service.errors import Problem
+from service.identity import identify
+from service.records import Depth, GitFacts, Job, JobKind, JobStatus, Record, Report
+from service.spec import Spec, load_spec, parse_spec
+from service.spec_problems import problems_of
+from service.storage.interface import MAX_PAGE, Artifact, Idempotency, JobFilter, JobPage, NewJob, Store
+
+router = APIRouter(tags=["jobs"])
+
+JSON_TYPES = frozenset({"application/json"})
+YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml"})
+
+SUPPORTED_KINDS: tuple[JobKind, ...] = ("compile",)
+"""Kinds that a worker of this version runs."""
+
+EXPECTED_CHILD_BYTES: dict[Depth, int] = {"memory": 2 << 30, "full": 6 << 30}
+"""Resident memory that a compile child of an unknown scenario is expected to take, by depth."""
+_GROWTH = 1.25
+"""How much more than its predecessors the next child of a scenario is expected to take."""
+
+
+class JobRequest(Record):
+    """What to weigh, and where it comes from."""
+
+    spec: dict[str, Any] = Field(description="the spec, with the same keys as a spec file")
+    kind: JobKind = "compile"
+    git: GitFacts = GitFacts()
+    force: bool = Field(default=False, description="measure again even where this spec and toolchain were measured already")
+    depth: Depth | None = Field(default=None, description="overrides the spec's depth")
+
+
+class YamlParameters(GitFacts):
+    """What accompanies a spec that is sent as YAML, in the query; a JSON body carries the same beside its spec."""
+
+    kind: JobKind = "compile"
+    force: bool = False
+    depth: Depth | None = None
+
+
+class JobReports(Record):
+    """A job with what was measured so far; of an answered job, what the job `answered_from` measured."""
+
+    job: Job
+    reports: tuple[Report, ...]
+
+
+class ArtifactList(Record):
+    artifacts: tuple[Artifact, ...]
+
+
+@router.post(
+    "/jobs",
+    status_code=202,
+    summary="Weigh a spec",
+    response_description="The job, queued, or answered at once from an earlier one",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": JobRequest.model_json_schema(), "examples": JOB_REQUEST},
+                "application/yaml": {"schema": {"type": "string", "description": "the spec alone"}, "examples": JOB_REQUEST_YAML},
+            },
+        }
+    },
+)
+async def post_job(
+    request: Request,
+    response: Response,
+    store: StoreDep,
+    parameters: Annotated[YamlParameters, Query()],
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
+) -> Job:
+    """Queue a job for this spec, and answer it at once where the same spec was measured with the same toolchain before.
+
+    The same `Idempotency-Key` with the same request gives the same job, however often it is sent; with another request it is a 409.
+    A job whose spec is being measured right now is a job of its own: it waits, and is answered as soon as that one succeeds.
+    """
+    body = await request.body()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type in JSON_TYPES:
+        if request.query_params:
+            given = ", ".join(request.query_params)
+            raise RequestError([Problem("query", given, "the query accompanies a YAML body", "the same fields in the JSON body")])
+        asked = _read_json(body)
+        spec = parse_spec(asked.spec if asked.depth is None else asked.spec | {"depth": asked.depth})
+    elif media_type in YAML_TYPES:
+        spec = load_spec(_decode(body))
+        if parameters.depth is not None:
+            spec = parse_spec(spec.as_json() | {"depth": parameters.depth})
+        git = GitFacts(**{name: getattr(parameters, name) for name in GitFacts.model_fields})
+        asked = JobRequest(spec={}, kind=parameters.kind, git=git, force=parameters.force)
+    else:
+        raise MediaTypeError(f"the body is {media_type or 'of no named type'}; send application/json, or a spec alone as application/yaml")
+    job = await run_in_threadpool(add_job, store, spec, asked, idempotency_key)
+    response.headers["Location"] = str(request.url_for("get_job", job_id=job.id).path)
+    return job
+
+
+def add_job(store: Store, spec: Spec, asked: JobRequest, idempotency_key: str | None) -> Job:
+    if asked.kind not in SUPPORTED_KINDS:
+        raise RequestError([Problem("kind", asked.kind, "no worker of this version runs such jobs", ", ".join(SUPPORTED_KINDS))])
+    known_rss_bytes = store.find_child_rss(spec.scenario, spec.depth)
+    new = NewJob(
+        kind=asked.kind,
+        scenario=spec.scenario,
+        spec=spec.as_json(),
+        spec_hash=spec.canonical_hash(),
+        identity=identify(spec, asked.kind),
+        programs=spec.programs,
+        child_memory_bytes=EXPECTED_CHILD_BYTES[spec.depth] if known_rss_bytes is None else int(known_rss_bytes * _GROWTH),
+        git=asked.git,
+    )
+    idempotency = None
+    if idempotency_key is not None:
+        meaning = {"spec": new.spec, "kind": new.kind, "git": new.git.model_dump(mode="json"), "force": asked.force}
+        request_hash = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+        idempotency = Idempotency(key=idempotency_key, scope=asked.git.project or "", request_hash=request_hash)
+    return store.add_job(new, force=asked.force, idempotency=idempotency).job
+
+
+def _read_json(body: bytes) -> JobRequest:
+    try:
+        return JobRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise RequestError(problems_of(error, JobRequest)) from error
+
+
+def _decode(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError([Problem("body", f"byte {error.start}", "the text is not UTF-8", "YAML in UTF-8")]) from error
+
+
+@router.get("/jobs", summary="List jobs, newest first")
+def list_jobs(
+    store: StoreDep,
+    status: JobStatus | None = None,
+    scenario: Annotated[str | None, Query(max_length=200)] = None,
+    kind: JobKind | None = None,
+    project: Annotated[str | None, Query(max_length=200)] = None,
+    commit_sha: Annotated[str | None, Query(max_length=64)] = None,
+    cursor: Annotated[str | None, Query(description="`next_cursor` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
+) -> JobPage:
+    """Jobs that match every filter given. Pages join without gap or repeat, also while new jobs arrive."""
+    filters = JobFilter(status=status, scenario=scenario, kind=kind, project=project, commit_sha=commit_sha)
+    return store.list_jobs(filters, cursor=cursor, limit=limit)
+
+
+@router.get("/jobs/{job_id}", summary="One job")
+def get_job(store: StoreDep, job_id: str) -> Job:
+    return store.get_job(job_id)
+
+
+@router.post("/jobs/{job_id}/cancel", status_code=202, summary="Stop a job")
+def cancel_job(store: StoreDep, job_id: str) -> Job:
+    """A waiting job is cancelled at once; of a running one the child is killed within seconds; one that ended stays as it is."""
+    return store.request_cancel(job_id)
+
+
+@router.get("/jobs/{job_id}/report", summary="What was measured")
+def get_report(
+    store: StoreDep, job_id: str, program: Annotated[str | None, Query(max_length=64, description="of one program only")] = None
+) -> JobReports:
+    """The reports of all programs that have one, or of one program; 404 while that has none."""
+    job = store.get_job(job_id)
+    return JobReports(job=job, reports=store.list_reports(job_id) if program is None else (store.get_report(job_id, program),))
+
+
+@router.get("/jobs/{job_id}/artifacts", summary="Files kept with a job")
+def list_artifacts(store: StoreDep, job_id: str) -> ArtifactList:
+    return ArtifactList(artifacts=store.list_artifacts(job_id))
+
+
+@router.get(
+    "/jobs/{job_id}/artifacts/{name}",
+    summary="One file",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/octet-stream": {}}, "description": "The file's content"}},
+)
+def get_artifact(store: StoreDep, request: Request, job_id: str, name: str) -> Response:
+    """The content, uncompressed. Names are looked up among the job's own and never used as a path."""
+    reader = store.open_artifact(job_id, name)
+    etag = f'"{reader.artifact.sha256}"'
+    headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    headers |= {
+        "Content-Length": str(reader.artifact.size_bytes),
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(reader.artifact.name, safe='')}",
+    }
+    return StreamingResponse(reader.chunks(), headers=headers, media_type="application/octet-stream")
