@@ -16,6 +16,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # weights: state that is not experts' is cut over fsdp, expert and context together
     "embed": ("fsdp", "expert", "context"),
     "lora": (),
+    "heads_embed": ("tensor", "fsdp", "expert", "context"),
     "head_dim": (),
     "layers": (),
     "norm": (),
@@ -25,6 +26,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "router_experts": (),
     "engram_rows": ("fsdp", "expert", "context"),
     "engram_dim": (),
+    "engram_all_rows": (),
+    "engram_columns": ("fsdp", "expert", "context"),
     "channels": (),
     "kernel": (),
 }
