@@ -7,6 +7,7 @@ comes so close to the capacity that its code decides whether it fits, the compil
 
 from __future__ import annotations
 
+import gc
 import shutil
 import traceback
 from collections.abc import Callable, Mapping
@@ -52,6 +53,8 @@ class LockedError(Exception):
 
 def main(load: Load | None = None) -> None:
     """Answer one request from stdin and end the process; `load` makes the program of a request, from its spec where None."""
+    # Tracing makes a million objects that live to the end: looking for garbage among them took a fifth of its time and found 8 MB.
+    gc.disable()
     lifeline = Lifeline()
     request = CompileRequest.model_validate(lifeline.receive())
     try:
