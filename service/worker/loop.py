@@ -51,7 +51,7 @@ def run_worker(settings: Settings, stop_event: threading.Event, *, compiler: Com
         store.close()
 
 
-def run_worker_process(settings: Settings, *, stop_on_eof: bool = False) -> int:
+def run_worker_process(settings: Settings, *, stop_on_eof: bool = False, compiler: Compiler | None = None) -> int:
     """Be a worker until SIGTERM or SIGINT, or, with `stop_on_eof`, until stdin closes; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s worker %(levelname)s %(message)s")
     stop_event = threading.Event()
@@ -60,7 +60,7 @@ def run_worker_process(settings: Settings, *, stop_on_eof: bool = False) -> int:
     if stop_on_eof:
         # Whoever started this process holds the other end: when it dies, by whatever means, the kernel closes it.
         threading.Thread(target=_set_at_eof, args=(stop_event,), name="eof", daemon=True).start()
-    run_worker(settings, stop_event)
+    run_worker(settings, stop_event, compiler=compiler)
     return 0
 
 
