@@ -9,20 +9,17 @@ of DeepSeek-V3) and expands them itself; the backward pass then reduce-scatters 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from service.models.axes import axis_size, constrain, spec
 from service.models.config import ModelConfig, YarnConfig
-from service.models.order import Order, time_index
+from service.models.order import Order, to_time_order
 from service.models.primitives import RmsNorm, parameter, rope_frequencies, rope_tables, rotate, score_scale, weight
 from service.models.rules import RULES
 
@@ -49,9 +46,7 @@ def active_yarn(model: ModelConfig, seq_len: int) -> YarnConfig | None:
 
 def make_places(model: ModelConfig, positions: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]) -> Places:
     """Places of a batch, angles computed once for all layers."""
-    frequencies = rope_frequencies(
-        model.mla.qk_rope_head_dim, theta=model.rope_theta, yarn=active_yarn(model, positions.shape[1])
-    )
+    frequencies = rope_frequencies(model.mla.qk_rope_head_dim, theta=model.rope_theta, yarn=active_yarn(model, positions.shape[1]))
     return Places(positions, segment_ids, *rope_tables(positions, frequencies))
 
 
@@ -66,19 +61,19 @@ class Mla(nnx.Module):
         if mla.q_lora_rank is not None:
             self.q_down = parameter(rngs, (dim, q_in), ("embed", "lora"), dtype=param_dtype, fan_in=dim)
             self.q_norm = RmsNorm(q_in, eps=model.norm_eps, param_dtype=param_dtype, rngs=rngs)
-        self.q_up = parameter(rngs, (q_in, heads, mla.qk_head_dim), ("embed", "heads", "head_dim"), dtype=param_dtype, fan_in=q_in)
+        # Heads and their dims are one dim, and a wide dim is cut over many devices, or the first one is: a shard that is 2 to 28 wide in
+        # its last two dims would be padded to a TPU tile, up to 64 times.
+        self.q_up = parameter(rngs, (q_in, heads * mla.qk_head_dim), ("embed", "heads"), dtype=param_dtype, fan_in=q_in)
         self.kv_down = parameter(rngs, (dim, mla.kv_lora_rank + mla.qk_rope_head_dim), ("embed", "lora"), dtype=param_dtype, fan_in=dim)
         self.kv_norm = RmsNorm(mla.kv_lora_rank, eps=model.norm_eps, param_dtype=param_dtype, rngs=rngs)
         self.kv_up = parameter(
             rngs,
-            (mla.kv_lora_rank, heads, mla.qk_nope_head_dim + mla.v_head_dim),
-            ("embed", "heads", "head_dim"),
+            (mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim)),
+            ("lora", "heads_embed"),
             dtype=param_dtype,
             fan_in=mla.kv_lora_rank,
         )
-        self.out = parameter(
-            rngs, (heads, mla.v_head_dim, dim), ("heads", "head_dim", "embed"), dtype=param_dtype, fan_in=heads * mla.v_head_dim
-        )
+        self.out = parameter(rngs, (dim, heads * mla.v_head_dim), ("embed", "heads"), dtype=param_dtype, fan_in=heads * mla.v_head_dim)
         self.mla, self.dtype = mla, dtype
         self.scale = score_scale(mla.qk_head_dim, active_yarn(model, seq_len))
         self.flash, self.order = flash, order
@@ -86,7 +81,7 @@ class Mla(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq dim"], places: Places) -> Float[Array, "batch seq dim"]:
         mla = self.mla
         compressed = self.q_norm(x @ weight(self.q_down, self.dtype)) if mla.q_lora_rank is not None else x
-        q = jnp.einsum("bsr,rhd->bhsd", compressed, weight(self.q_up, self.dtype))
+        q = _by_head(compressed @ weight(self.q_up, self.dtype), mla.qk_head_dim)
         q = constrain(q, "batch", "heads", "seq", None)
         q_rope = rotate(q[..., mla.qk_nope_head_dim :], places.cos[:, None], places.sin[:, None])
         q = checkpoint_name(jnp.concatenate([q[..., : mla.qk_nope_head_dim], q_rope], axis=-1), "mla_q")
@@ -96,9 +91,12 @@ class Mla(nnx.Module):
         latent = checkpoint_name(constrain(latent, "batch", "seq", None), "mla_kv")
 
         out = checkpoint_name(self._attend(q, latent, places), "attention_out")
-        return constrain(jnp.einsum("bhsd,hdm->bsm", out, weight(self.out, self.dtype)), "batch", "seq", "dim")
+        out = jnp.moveaxis(out, 1, 2).reshape(*x.shape[:2], -1)
+        return constrain(jnp.einsum("bsv,dv->bsd", out, weight(self.out, self.dtype)), "batch", "seq", "dim")
 
-    def _attend(self, q: Float[Array, "batch heads seq qk"], latent: Float[Array, "batch seq latent"], places: Places) -> Float[Array, "batch heads seq v"]:
+    def _attend(
+        self, q: Float[Array, "batch heads seq qk"], latent: Float[Array, "batch seq latent"], places: Places
+    ) -> Float[Array, "batch heads seq v"]:
         kv_up = self.kv_up[...].astype(self.dtype)
         if jax.sharding.get_abstract_mesh().empty:
             return dot_product(q, *self._expand(latent, kv_up), *places[:2], *places[:2], scale=self.scale)
@@ -107,7 +105,9 @@ class Mla(nnx.Module):
         arguments = (q, latent, kv_up, *places[:2], *places[:2])
         specs = (heads, spec("batch", "seq", None), spec(*self.kv_up.axes), local, local, whole, whole)
         if self.flash:
-            kernel, kernel_spec = splash_kernel(q.shape[1], q.shape[2], order=self.order)
+            from service.models import flash  # half a second to import, for those who use it
+
+            kernel, kernel_spec = flash.make_kernel(q.shape[1], q.shape[2], order=self.order)
             arguments, specs = (*arguments, kernel), (*specs, kernel_spec)
         # Every mesh axis is manual: a partly automatic shard_map turns permutes and gathers into more than was asked for.
         return jax.shard_map(self._attend_on_shard, in_specs=specs, out_specs=heads, check_vma=False)(*arguments)
@@ -116,32 +116,39 @@ class Mla(nnx.Module):
         self,
         q: Float[Array, "batch heads seq_local qk"],
         latent: Float[Array, "batch seq_local latent"],
-        kv_up: Float[Array, "rank_local heads up"],
+        kv_up: Float[Array, "rank up_local"],
         q_positions: Int[Array, "batch seq_local"],
         q_segments: Int[Array, "batch seq_local"],
         k_positions: Int[Array, "batch seq"],
         k_segments: Int[Array, "batch seq"],
         kernel: object = None,
     ) -> Float[Array, "batch heads seq_local v"]:
-        kv_up = jax.lax.all_gather(kv_up, RULES["embed"], axis=0, tiled=True)
+        kv_up = jax.lax.all_gather(kv_up, RULES["embed"], axis=1, tiled=True)
         latent = jax.lax.all_gather(latent, "context", axis=1, tiled=True)
-        k, v = self._expand(latent, kv_up)
         if kernel is None:
+            k, v = self._expand(latent, kv_up)
             return dot_product(q, k, v, q_positions, q_segments, k_positions, k_segments, scale=self.scale)
-        from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+        from service.models import flash
 
+        # The kernel counts keys in time, so latents are put in time, at a fraction of the keys' bytes.
+        latent, k_segments = (to_time_order(x, cp=axis_size("context"), order=self.order) for x in (latent, k_segments))
         q = (q.astype(jnp.float32) * self.scale).astype(q.dtype)
-        return jax.vmap(kernel)(q, k, v, segment_ids=SegmentIds(q_segments, k_segments))
+        return flash.attend(kernel, q, *self._expand(latent, kv_up), q_segments, k_segments)
 
     def _expand(
-        self, latent: Float[Array, "batch seq latent"], kv_up: Float[Array, "rank heads up"]
+        self, latent: Float[Array, "batch seq latent"], kv_up: Float[Array, "rank up"]
     ) -> tuple[Float[Array, "batch heads seq qk"], Float[Array, "batch heads seq v"]]:
         """Keys and values of every head out of the latents; the rope key is one for all heads."""
         compressed, k_rope = jnp.split(latent, [self.mla.kv_lora_rank], axis=-1)
-        k_nope = jnp.einsum("bsr,rhd->bhsd", compressed, kv_up[..., : self.mla.qk_nope_head_dim])
-        v = jnp.einsum("bsr,rhd->bhsd", compressed, kv_up[..., self.mla.qk_nope_head_dim :])
+        expanded = _by_head(compressed @ kv_up, self.mla.qk_nope_head_dim + self.mla.v_head_dim)
+        k_nope, v = jnp.split(expanded, [self.mla.qk_nope_head_dim], axis=-1)
         k_rope = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:3], k_rope.shape[-1]))
         return jnp.concatenate([k_nope, k_rope], axis=-1), v
+
+
+def _by_head(x: Float[Array, "batch seq heads_dims"], head_dim: int) -> Float[Array, "batch heads seq {head_dim}"]:
+    """Split the last dim by head and bring heads forward."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, head_dim), 2, 1)
 
 
 def dot_product(
@@ -180,7 +187,3 @@ def dot_product(
 def heads_per_block(heads: int, *, bytes_per_head: int) -> int:
     """The largest divisor of `heads` whose scores stay within `SCORE_BLOCK_BYTES`; 1 where one head exceeds it."""
     return max((n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_per_head <= SCORE_BLOCK_BYTES), default=1)
-
-
-def splash_kernel(heads: int, seq: int, *, order: Order) -> tuple[object, object]:
-    raise NotImplementedError

@@ -73,7 +73,9 @@ def check_divides(name: str, shape: Sequence[int], axes: Sequence[str | None], m
         count = math.prod(mesh_shape[mesh_axis] for mesh_axis in over)
         if size % count:
             product = " * ".join(f"{mesh_axis} {mesh_shape[mesh_axis]}" for mesh_axis in over)
-            raise ValueError(f"{name}: dim {axis!r} of {size} does not divide over {product} = {count}; change the mesh or the model's size")
+            raise ValueError(
+                f"{name}: dim {axis!r} of {size} does not divide over {product} = {count}; change the mesh or the model's size"
+            )
 
 
 def constrain(x: Array, *logical: str | None) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,14 +12,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from service.models.attention import make_places
-from service.models.axes import constrain
+from service.models.config import ModelConfig
 from service.models.embed import Embed
+from service.models.engram import Engram
 from service.models.layer import Layer, Program, rematerialise, scan_stacked, stack
 from service.models.loss import next_token_loss
 from service.models.mhc import expand_streams, reduce_streams
 from service.models.moe import MoeMetrics
 from service.models.mtp import Ahead, Mtp
-from service.models.primitives import RmsNorm, parameter, weight
+from service.models.primitives import RmsNorm, gather, parameter
 from service.models.runs import layer_runs
 
 
@@ -36,6 +38,11 @@ class Losses(NamedTuple):
     """Name of the run (`moe_layers_3_60`, `mtp`) to its layers' metrics, stacked."""
 
 
+def stack_names(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the decoder's parts that are stacks of layers: its runs, and MTP's depths."""
+    return tuple(run.name for run in layer_runs(model)) + (("mtp",) if model.mtp.depth else ())
+
+
 class Decoder(nnx.Module):
     """One DeepSeek-style decoder with its heads."""
 
@@ -43,7 +50,10 @@ class Decoder(nnx.Module):
         model, train = program.config.model, program.config.train
         dtypes = {"dtype": train.dtype, "param_dtype": train.param_dtype}
         self.embed = Embed(model.vocab_size, model.dim, **dtypes, rngs=rngs)
+        mapping = program.mapping
         for run in layer_runs(model):
+            if mapping is not None and run.has_engram:
+                setattr(self, run.engram_name, Engram(model, run.start, mapping=mapping, **dtypes, rngs=rngs))
             setattr(self, run.name, stack(partial(Layer, program, run.kind), run.length, rngs=rngs))
         self.final_norm = RmsNorm(model.dim, eps=model.norm_eps, param_dtype=train.param_dtype, rngs=rngs)
         self.head = parameter(rngs, (model.dim, model.vocab_size), ("embed", "vocab"), dtype=train.param_dtype, fan_in=model.dim)
@@ -57,24 +67,35 @@ class Decoder(nnx.Module):
         targets: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"],
         positions: Int[Array, "batch seq"],
+        *,
+        probes: Mapping[str, Any] | None = None,
     ) -> Losses:
-        """Losses of one batch, in the array order of training input."""
+        """Losses of one batch, in the array order of training input; gradients of stacked layers go to `probes` where they are given."""
+        probes = probes or {}
         program = self.program
         model, train = program.config.model, program.config.train
         places = make_places(model, positions, segment_ids)
         streams = expand_streams(self.embed(tokens), model.mhc.num_streams)
         moe: dict[str, MoeMetrics] = {}
+        rows = self._hash(tokens, segment_ids)
         for run in layer_runs(model):
+            if run.has_engram:
+                streams = self._read_memory(getattr(self, run.engram_name), streams, rows[run.start], segment_ids)
             with jax.named_scope(f"{run.kind}_layers"):
                 streams, metrics = scan_stacked(
-                    getattr(self, run.name), lambda layer, streams: layer(streams, places), streams, remat=program.remat
+                    getattr(self, run.name),
+                    lambda layer, streams: layer(streams, places),
+                    streams,
+                    remat=program.remat,
+                    probes=probes.get(run.name),
                 )
             if metrics is not None:
                 moe[run.name] = metrics
-        hidden = reduce_streams(streams)
-
+        # The barrier holds for gradients too: the backward pass finishes the head's gradient, and drops the logits, before it enters the
+        # layers. Left to itself the compiler puts that off to the end and keeps the logits (2 GB for DeepSeek-V3) through all layers.
+        hidden, head = jax.lax.optimization_barrier((reduce_streams(streams), self.head[...]))
         with jax.named_scope("logits"):
-            head = weight(self.head, train.dtype)
+            head = gather(head, self.head.axes, train.dtype)
 
         def loss(hidden: Array, targets: Array, counts: Array) -> Any:
             return next_token_loss(hidden, head, targets, counts, num_chunks=train.vocab_chunks)
@@ -84,9 +105,32 @@ class Decoder(nnx.Module):
         main = loss(self.final_norm(hidden), ahead.targets, ahead.counts)
         mtp = jnp.float32(0)
         if model.mtp.depth:
-            losses, metrics = self.mtp(hidden, ahead, places, embed=self.embed, loss=loss)
+            losses, metrics = self.mtp(hidden, ahead, places, embed=self.embed, loss=loss, probes=probes.get("mtp", {}).get("depths"))
             mtp = jnp.mean(losses.mean())
             if metrics is not None:
                 moe["mtp"] = metrics
         balance = sum((jnp.sum(metrics.balance_loss) for metrics in moe.values()), jnp.float32(0))
         return Losses(main.mean(), mtp, balance, main.tokens, moe)
+
+    def _hash(self, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]) -> dict[int, Int[Array, "batch seq hashes"]]:
+        """The table rows of every Engram layer."""
+        if self.program.mapping is None:
+            return {}
+        with jax.named_scope("engram"):
+            return self.program.mapping(tokens, segment_ids, order=self.program.order)
+
+    def _read_memory(
+        self,
+        engram: Engram,
+        streams: Float[Array, "batch seq streams dim"],
+        rows: Int[Array, "batch seq hashes"],
+        segment_ids: Int[Array, "batch seq"],
+    ) -> Float[Array, "batch seq streams dim"]:
+        """The streams with what Engram adds before a layer's attention, rematerialised as a layer is."""
+        graph, state = nnx.split(engram)
+        order = self.program.order
+
+        def read(state: nnx.State, streams: Array, rows: Array, segment_ids: Array) -> Array:
+            return streams + nnx.merge(graph, state)(streams, rows, segment_ids, order=order)
+
+        return rematerialise(read, self.program.remat, in_scan=False)(state, streams, rows, segment_ids)

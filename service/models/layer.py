@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from service.models.attention import Mla, Places
 from service.models.config import ProgramName, RematConfig, StepConfig
+from service.models.gradients import attach
+from service.models.hashing import HashMapping
 from service.models.mhc import HyperConnection
 from service.models.moe import Moe, MoeMetrics
 from service.models.order import Order, resolve_order
@@ -27,6 +28,8 @@ class Program:
     name: ProgramName
     platform: str
     """`tpu`, `cpu` or `gpu`: decides which kernels and collectives exist."""
+    mapping: HashMapping | None = None
+    """From tokens to Engram's table rows; None where the model has no Engram."""
 
     @property
     def order(self) -> Order:
@@ -61,12 +64,19 @@ class Layer(nnx.Module):
         norm = {"eps": model.norm_eps, "param_dtype": train.param_dtype, "rngs": rngs}
         self.attention_norm = RmsNorm(model.dim, **norm)
         self.attention = Mla(
-            model, seq_len=train.seq_len, flash=train.attention == "flash" and program.platform == "tpu", order=program.order, **dtypes, rngs=rngs
+            model,
+            seq_len=train.seq_len,
+            flash=train.attention == "flash" and program.platform == "tpu",
+            order=program.order,
+            **dtypes,
+            rngs=rngs,
         )
         self.feed_forward_norm = RmsNorm(model.dim, **norm)
         if kind == "dense":
             if model.mlp_dim is None:
-                raise ValueError(f"mlp_dim is null and {model.first_num_dense_layers} layers are dense; give the dense layers' hidden width")
+                raise ValueError(
+                    f"mlp_dim is null and {model.first_num_dense_layers} layers are dense; give the dense layers' hidden width"
+                )
             self.mlp = SwiGlu(model.dim, model.mlp_dim, **dtypes, rngs=rngs)
         else:
             if model.experts is None:
@@ -102,19 +112,26 @@ def stack(make: Callable[..., nnx.Module], count: int, *, rngs: nnx.Rngs) -> nnx
 
 
 def scan_stacked(
-    stacked: nnx.Module, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, *, remat: RematConfig
+    stacked: nnx.Module, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, *, remat: RematConfig, probes: Any = None
 ) -> tuple[Any, Any]:
-    """`carry, out = body(module, carry)` for each of the stacked modules in turn; outs are stacked. One module needs no loop."""
-    graph, state = nnx.split(stacked)
-    count = jax.tree.leaves(state)[0].shape[0]
+    """`carry, out = body(module, carry)` for each of the stacked modules in turn; outs are stacked. One module needs no loop.
 
-    def step(carry: Any, state: Any) -> tuple[Any, Any]:
-        return body(nnx.merge(graph, state), carry)
+    With `probes` (`gradients.make_probes`, a tree like the stack's parameters) the parameters' gradients go to them.
+    """
+    graph, params, rest = nnx.split(stacked, nnx.Param, ...)
+    tree = jax.tree.structure(params)
+    xs = (jax.tree.leaves(params), None if probes is None else jax.tree.leaves(probes), rest)
 
-    if count == 1:
-        carry, out = rematerialise(step, remat, in_scan=False)(carry, jax.tree.map(lambda leaf: leaf[0], state))
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        weights, probes, rest = x
+        if probes is not None:
+            weights = [attach(*pair) for pair in zip(weights, probes, strict=True)]
+        return body(nnx.merge(graph, jax.tree.unflatten(tree, weights), rest), carry)
+
+    if xs[0][0].shape[0] == 1:
+        carry, out = rematerialise(step, remat, in_scan=False)(carry, jax.tree.map(lambda leaf: leaf[0], xs))
         return carry, jax.tree.map(lambda leaf: leaf[None], out)
-    return jax.lax.scan(rematerialise(step, remat, in_scan=True), carry, state)
+    return jax.lax.scan(rematerialise(step, remat, in_scan=True), carry, xs)
 
 
 def rematerialise[**P, T](function: Callable[P, T], remat: RematConfig, *, in_scan: bool) -> Callable[P, T]:

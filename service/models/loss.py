@@ -41,7 +41,9 @@ def next_token_loss(
     batch, seq, dim = hidden.shape
     ranks = axis_size("context")
     if seq % (ranks * num_chunks):
-        raise ValueError(f"seq_len {seq} does not divide into {num_chunks} vocab_chunks on each of {ranks} context ranks; use a divisor of {seq // ranks}")
+        raise ValueError(
+            f"seq_len {seq} does not divide into {num_chunks} vocab_chunks on each of {ranks} context ranks; use a divisor of {seq // ranks}"
+        )
 
     def chunk_loss(hidden: Array, head: Array, targets: Array, counts: Array) -> Array:
         """[batch, ranks, chunk, …] of every array; the sum over tokens."""

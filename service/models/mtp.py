@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from service.models.attention import Places
 from service.models.axes import constrain
-from service.models.layer import Layer, Program, rematerialise, scan_stacked, stack
+from service.models.halo import shift_left_in_time
+from service.models.layer import Layer, Program, scan_stacked, stack
 from service.models.loss import WeightedLoss
 from service.models.mhc import expand_streams, reduce_streams
 from service.models.moe import MoeMetrics
-from service.models.halo import shift_left_in_time
 from service.models.order import Order
 from service.models.primitives import RmsNorm, parameter, weight
 
@@ -88,6 +88,7 @@ class Mtp(nnx.Module):
         *,
         embed: Callable[[Array], Array],
         loss: Callable[[Array, Array, Array], WeightedLoss],
+        probes: Any = None,
     ) -> tuple[WeightedLoss, MoeMetrics | None]:
         """Loss and metrics of each depth, stacked. `embed` and `loss` (hidden, targets, counts) are the main model's own."""
 
@@ -98,4 +99,4 @@ class Mtp(nnx.Module):
             return (hidden, ahead), (loss(module.final_norm(hidden), ahead.targets, ahead.counts), metrics)
 
         with jax.named_scope("mtp"):
-            return scan_stacked(self.depths, depth, (hidden, ahead), remat=self.remat)[1]
+            return scan_stacked(self.depths, depth, (hidden, ahead), remat=self.remat, probes=probes)[1]

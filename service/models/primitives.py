@@ -23,7 +23,9 @@ def parameter(
 ) -> nnx.Param:
     """A parameter with its logical `axes`: normal with standard deviation 1/sqrt(fan_in), or filled with `value` where no fan is given."""
     if len(shape) != len(axes):
-        raise ValueError(f"parameter of shape {shape} has {len(shape)} dims and {len(axes)} logical axes: {axes}; name one axis for each dim")
+        raise ValueError(
+            f"parameter of shape {shape} has {len(shape)} dims and {len(axes)} logical axes: {axes}; name one axis for each dim"
+        )
     if fan_in is None:
         return nnx.Param(jnp.full(shape, value, dtype), axes=axes)
     return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(fan_in)).astype(dtype), axes=axes)
@@ -52,12 +54,16 @@ reshard.defvjp(_reshard_forward, _reshard_backward)
 
 
 def weight(param: nnx.Param, dtype: str) -> Array:
-    """The whole weight in the compute `dtype`: cast on its shard, then gathered over the axes it is only stored over.
+    """`param` whole and in the compute `dtype`, ready for use (`gather`)."""
+    return gather(param[...], param.axes, dtype)
 
-    The gradient is reduce-scattered in `dtype` and cast back on the shard. Dims for heads, hidden width and vocabulary stay cut over `tensor`.
+
+def gather(array: Array, axes: tuple[str | None, ...], dtype: str) -> Array:
+    """A weight with these logical axes, cast to `dtype` on its shard, then gathered over the axes it is only stored over.
+
+    Its gradient is reduce-scattered in `dtype` and cast back on the shard. Dims for heads, hidden width and vocabulary stay cut over `tensor`.
     """
-    target = tuple(None if axis in GATHERED else axis for axis in param.axes)
-    return reshard(param[...].astype(dtype), param.axes, target)
+    return reshard(array.astype(dtype), axes, tuple(None if axis in GATHERED else axis for axis in axes))
 
 
 class RmsNorm(nnx.Module):
@@ -80,14 +86,15 @@ class SwiGlu(nnx.Module):
     def __init__(self, dim: int, hidden: int, *, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> None:
         self.gate = parameter(rngs, (dim, hidden), ("embed", "mlp"), dtype=param_dtype, fan_in=dim)
         self.up = parameter(rngs, (dim, hidden), ("embed", "mlp"), dtype=param_dtype, fan_in=dim)
-        self.down = parameter(rngs, (hidden, dim), ("mlp", "embed"), dtype=param_dtype, fan_in=hidden)
+        # Kept transposed: the dim that is cut 256 ways comes first, where a TPU does not pad it to its tile of 128.
+        self.down = parameter(rngs, (dim, hidden), ("embed", "mlp"), dtype=param_dtype, fan_in=hidden)
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "batch seq dim"]) -> Float[Array, "batch seq dim"]:
         gate = constrain(x @ weight(self.gate, self.dtype), "batch", "seq", "mlp")
         up = constrain(x @ weight(self.up, self.dtype), "batch", "seq", "mlp")
         hidden = jax.ad_checkpoint.checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
-        return constrain(hidden @ weight(self.down, self.dtype), "batch", "seq", "dim")
+        return constrain(jnp.einsum("bsf,df->bsd", hidden, weight(self.down, self.dtype)), "batch", "seq", "dim")
 
 
 def rope_frequencies(dim: int, *, theta: float, yarn: YarnConfig | None) -> np.ndarray:
@@ -117,7 +124,9 @@ def score_scale(qk_head_dim: int, yarn: YarnConfig | None) -> float:
     return scale * (0.1 * yarn.mscale * math.log(yarn.factor) + 1) ** 2
 
 
-def rope_tables(positions: Int[Array, "batch seq"], frequencies: np.ndarray) -> tuple[Float[Array, "batch seq rope"], Float[Array, "batch seq rope"]]:
+def rope_tables(
+    positions: Int[Array, "batch seq"], frequencies: np.ndarray
+) -> tuple[Float[Array, "batch seq rope"], Float[Array, "batch seq rope"]]:
     """Cosine and sine of every position's angles in float32, each angle twice in a row: the two halves of an interleaved pair."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(np.repeat(frequencies, 2))
     return jnp.cos(angles), jnp.sin(angles)

@@ -31,6 +31,11 @@ class LayerRun:
         """Name of the run's parameters: `moe_layers_3_60` holds layers 3 to 60."""
         return f"{self.kind}_layers_{self.start}_{self.stop - 1}"
 
+    @property
+    def engram_name(self) -> str:
+        """Name of the Engram module before the run: `engram_1` reads before layer 1."""
+        return f"engram_{self.start}"
+
 
 def layer_runs(model: ModelConfig) -> tuple[LayerRun, ...]:
     """The runs of `model`, in order.
@@ -39,7 +44,9 @@ def layer_runs(model: ModelConfig) -> tuple[LayerRun, ...]:
         ValueError: an Engram layer, or the number of dense layers, lies beyond the model's layers.
     """
     if model.first_num_dense_layers > model.num_layers:
-        raise ValueError(f"first_num_dense_layers is {model.first_num_dense_layers} of {model.num_layers} layers; use at most {model.num_layers}")
+        raise ValueError(
+            f"first_num_dense_layers is {model.first_num_dense_layers} of {model.num_layers} layers; use at most {model.num_layers}"
+        )
     engram = set(model.engram.layers) if model.engram else set()
     if beyond := sorted(layer for layer in engram if layer >= model.num_layers):
         raise ValueError(f"engram.layers names {beyond} and the model has layers 0 to {model.num_layers - 1}; name one of them")

@@ -13,15 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from service.models.axes import check_divides, spec
 from service.models.config import ProgramName, StepConfig, TrainConfig
-from service.models.decoder import Decoder, Losses
+from service.models.decoder import Decoder, Losses, stack_names
+from service.models.gradients import make_probes
+from service.models.hashing import HashMapping
 from service.models.layer import Program
 from service.models.router import RouterBias, update_router_bias
+from service.models.tokenizer import identity_table
 
 State = dict[str, Any]
 Batch = dict[str, Any]
@@ -66,13 +70,15 @@ class _Built:
         return nnx.merge(self.graph, *states)
 
 
-def build_train_program(config: StepConfig, program: ProgramName, mesh: Mesh) -> TrainProgram:
+def build_train_program(config: StepConfig, program: ProgramName, mesh: Mesh, *, token_table: np.ndarray | None = None) -> TrainProgram:
     """The train step `program` of `config` over `mesh`, whose devices may be mocked: nothing is executed.
+
+    `token_table` is Engram's int32[vocab] of compressed ids (`tokenizer.compression_table`); the identity where it is None.
 
     Raises:
         ValueError: the configuration cannot be sharded over the mesh, or the model cannot be; says what, with the numbers.
     """
-    built = _build(Program(config, program, _platform(mesh)))
+    built = _build(_program(config, program, mesh, token_table), mesh)
     abstract_state = _abstract_state(config, built, mesh)
     return TrainProgram(
         step=partial(_step, config, built),
@@ -85,9 +91,9 @@ def build_train_program(config: StepConfig, program: ProgramName, mesh: Mesh) ->
 
 
 def init_state(config: StepConfig, mesh: Mesh, seed: int) -> State:
-    """A fresh state on the mesh's devices, each device making its own shards; the same for every mesh and program."""
-    program = Program(config, "dropless", _platform(mesh))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, _abstract_state(config, _build(program), mesh))
+    """A fresh state on the mesh's devices, each device making its own shards; the same for every program, and for every mesh but for pads."""
+    program = _program(config, "dropless", mesh, None)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, _abstract_state(config, _build(program, mesh), mesh))
 
     def make() -> State:
         _, params, bias = nnx.split(Decoder(program, rngs=nnx.Rngs(params=seed)), nnx.Param, RouterBias)
@@ -107,12 +113,16 @@ def _moment_dtype(train: TrainConfig) -> str:
     return train.moment_dtype or train.param_dtype
 
 
-def _platform(mesh: Mesh) -> str:
-    return mesh.devices.flat[0].platform
+def _program(config: StepConfig, name: ProgramName, mesh: Mesh, token_table: np.ndarray | None) -> Program:
+    engram = config.model.engram
+    table = identity_table(config.model.vocab_size) if token_table is None else token_table
+    mapping = None if engram is None else HashMapping(engram, table)
+    return Program(config, name, mesh.devices.flat[0].platform, mapping)
 
 
-def _build(program: Program) -> _Built:
-    model = nnx.eval_shape(lambda: Decoder(program, rngs=nnx.Rngs(params=0)))
+def _build(program: Program, mesh: Mesh) -> _Built:
+    with jax.set_mesh(mesh):  # an Engram table's rows are padded to the mesh
+        model = nnx.eval_shape(lambda: Decoder(program, rngs=nnx.Rngs(params=0)))
     return _Built(*nnx.split(model, nnx.Param, RouterBias))
 
 
@@ -148,11 +158,13 @@ def _step(config: StepConfig, built: _Built, state: State, batch: Batch) -> tupl
     """The new state and this step's metrics."""
     model, train = config.model, config.train
 
-    def total_loss(params: Any) -> tuple[Any, Losses]:
-        losses = built.merge(params, state["router_bias"])(**batch)
+    def total_loss(trained: Any) -> tuple[Any, Losses]:
+        params = trained | {name: state["params"][name] for name in probes}
+        losses = built.merge(params, state["router_bias"])(**batch, probes={name: trained[name] for name in probes})
         return losses.main + model.mtp.loss_weight * losses.mtp + losses.balance, losses
 
-    (loss, losses), gradients = jax.value_and_grad(total_loss, has_aux=True)(state["params"])
+    probes = {name: make_probes(built.params[name], state["params"][name], train.dtype) for name in stack_names(model)}
+    (loss, losses), gradients = jax.value_and_grad(total_loss, has_aux=True)(state["params"] | probes)
     with jax.named_scope("optimizer"):
         params, mu, nu, step = adamw_update(train, state["params"], gradients, state["mu"], state["nu"], state["step"])
         router_bias = state["router_bias"]
