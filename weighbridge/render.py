@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from service.breakdown import module_tree
 from service.errors import Problem
 from service.records import BUFFER_CLASSES, Report, ReportStatus, Timings
 from service.units import UNKNOWN, format_bytes, format_count, format_parameters, format_seconds
@@ -20,6 +21,9 @@ _STYLES = {
     ReportStatus.FAILED: "bold red",
 }
 _MARKS = {ReportStatus.OK: "✓", ReportStatus.DOES_NOT_FIT: "✗", ReportStatus.UNKNOWN: "?", ReportStatus.FAILED: "✗"}
+_SMALLEST_MODULE = 0.002
+"""Share of the peak below which a module is not listed."""
+_MOST_COLLECTIVES = 8
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -48,22 +52,29 @@ def print_report(console: Console, report: Report, *, num_buffers: int) -> None:
     if report.failure is not None and report.failure.log_tail:
         console.print(Text("\nEnd of the log", style="dim"))
         console.print(Text(report.failure.log_tail.rstrip()), soft_wrap=True)
-    sections: list[RenderableType] = []
-    if report.peak_bytes is not None:
-        sections.append(_figures(report))
-        sections.append(
-            _side_by_side(
-                console.width,
-                _breakdown("Class at the peak", _class_rows(report), report.peak_bytes),
-                _breakdown("Module at the peak", _module_rows(report), report.peak_bytes),
-            )
-        )
-    if report.buffers:
-        sections.append(_buffers(report, num_buffers))
-    sections.append(_provenance(report))
-    for section in sections:
+    for section in _sections(console.width, report, num_buffers):
         console.print()
         console.print(section)
+
+
+def _sections(width: int, report: Report, num_buffers: int) -> Iterator[RenderableType]:
+    """What the report has, in the order of the job page."""
+    if report.findings:
+        yield _findings(report)
+    if report.peak_bytes is not None:
+        yield _figures(report)
+        classes = _breakdown("Class at the peak", _class_rows(report), report.peak_bytes)
+        modules = _breakdown("Module at the peak", _module_rows(report), report.peak_bytes)
+        yield _side_by_side(width, classes, modules)
+    if report.buffers and num_buffers:
+        yield _buffers(report, num_buffers)
+    if len(report.peaks) > 1:
+        yield _peaks(report)
+    if report.collectives:
+        yield _collectives(report)
+    if report.halo:
+        yield _halo(report)
+    yield _provenance(report)
 
 
 def print_problems(console: Console, source: str, problems: Sequence[Problem]) -> None:
@@ -146,11 +157,14 @@ def _figures(report: Report) -> Table:
 
 def _class_rows(report: Report) -> list[tuple[str, int]]:
     ranks = {name: rank for rank, name in enumerate(BUFFER_CLASSES)}
-    return sorted(report.classes.items(), key=lambda item: ranks.get(item[0], len(ranks)))
+    ordered = sorted(report.classes.items(), key=lambda item: ranks.get(item[0], len(ranks)))
+    return [(name.replace("_", " "), num_bytes) for name, num_bytes in ordered]
 
 
 def _module_rows(report: Report) -> list[tuple[str, int]]:
-    return sorted(report.modules.items(), key=lambda item: -item[1])
+    """The module tree, indented; rows too small to matter are left to the page."""
+    smallest = (report.peak_bytes or 0) * _SMALLEST_MODULE
+    return [("  " * row.depth + row.name, row.num_bytes) for row in module_tree(report.modules) if row.num_bytes >= smallest]
 
 
 def _breakdown(title: str, rows: list[tuple[str, int]], whole: int) -> Table:
@@ -162,7 +176,7 @@ def _breakdown(title: str, rows: list[tuple[str, int]], whole: int) -> Table:
     longest = max((num_bytes for _, num_bytes in rows), default=0)
     for name, num_bytes in rows:
         filled = Text(bar(num_bytes / longest if longest else 0.0, 16), style="cyan")
-        table.add_row(name.replace("_", " "), filled, format_bytes(num_bytes), f"{100 * num_bytes / whole:.1f} %" if whole else "")
+        table.add_row(Text(name), filled, format_bytes(num_bytes), f"{100 * num_bytes / whole:.1f} %" if whole else "")
     return table
 
 
@@ -176,18 +190,10 @@ def _side_by_side(width: int, left: Table, right: Table) -> RenderableType:
     return grid
 
 
-def _buffers(report: Report, num_buffers: int) -> Table:
+def _buffers(report: Report, num_buffers: int) -> Group:
     shown = report.buffers[:num_buffers]
     total = "" if report.num_buffers_at_peak is None else f" of {format_count(report.num_buffers_at_peak)}"
-    table = Table(
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
-        header_style="dim",
-        title=f"Largest {len(shown)}{total} buffers at the peak",
-        title_justify="left",
-        title_style="dim",
-    )
+    table = _table()
     table.add_column("Size", justify="right", no_wrap=True)
     table.add_column("Padding", justify="right", no_wrap=True)
     table.add_column("Class", no_wrap=True)
@@ -209,7 +215,100 @@ def _buffers(report: Report, num_buffers: int) -> Table:
             Text(f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]"),
             Text(where or buffer.name),
         )
-    return table
+    return _titled(f"Largest {len(shown)}{total} buffers at the peak", table)
+
+
+def _findings(report: Report) -> Text:
+    text = Text("Findings", style="dim")
+    for finding in report.findings:
+        size = "" if finding.bytes is None else f" ({format_bytes(finding.bytes)})"
+        text.append(f"\n! {finding.message}{size}", style="not dim yellow")
+        field = "" if finding.spec_field is None else f" [{finding.spec_field}]"
+        text.append(f"\n  {finding.suggestion}{field}", style="not dim")
+    return text
+
+
+def _peaks(report: Report) -> Group:
+    table = _table()
+    for name in ("In use", "Below the peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Module")
+    table.add_column("Phase")
+    table.add_column("Largest there")
+    highest = report.peaks[0].live_bytes
+    for peak in report.peaks[1:6]:
+        largest = peak.largest[0] if peak.largest else None
+        shown = "" if largest is None else f"{format_bytes(largest.padded_bytes)} {largest.dtype}[{','.join(map(str, largest.shape))}]"
+        table.add_row(
+            format_bytes(peak.live_bytes), format_bytes(highest - peak.live_bytes), peak.module, peak.phase or UNKNOWN, Text(shown)
+        )
+    return _titled("The next peaks: what is left once the higher ones are fixed", table)
+
+
+def _collectives(report: Report) -> Group:
+    totals = report.collective_totals
+    title = "Collectives per step and device"
+    if totals is not None:
+        title += (
+            f": {format_count(totals.per_step_count)}, {format_bytes(totals.ici_wire_bytes)} over ICI, "
+            f"{format_bytes(totals.dcn_wire_bytes)} over DCN, at least {format_seconds(totals.link_seconds)} of link time"
+        )
+    table = _table()
+    table.add_column("On the wire", justify="right", no_wrap=True)
+    table.add_column("Payload", justify="right", no_wrap=True)
+    table.add_column("Per step", justify="right", no_wrap=True)
+    table.add_column("Kind", no_wrap=True)
+    table.add_column("Over")
+    table.add_column("Module")
+    table.add_column("Phase")
+    # What is not known comes first, since it may be the largest.
+    ordered = sorted(report.collectives, key=lambda entry: (entry.wire_bytes is not None, -(entry.wire_bytes or 0)))
+    for entry in ordered[:_MOST_COLLECTIVES]:
+        axes = "no whole axes" if entry.axes is None else " × ".join(entry.axes)
+        table.add_row(
+            format_bytes(entry.wire_bytes),
+            format_bytes(entry.payload_bytes),
+            format_count(entry.per_step_count),
+            entry.kind,
+            axes if entry.link == "ici" else f"{axes} (DCN)",
+            entry.module,
+            entry.phase or UNKNOWN,
+        )
+    left = len(ordered) - _MOST_COLLECTIVES
+    if left > 0:
+        rest = [entry.wire_bytes for entry in ordered[_MOST_COLLECTIVES:]]
+        table.add_row(format_bytes(sum(size or 0 for size in rest)), "", "", Text(f"{left} smaller", style="dim"), "", "", "")
+    return _titled(title, table)
+
+
+def _halo(report: Report) -> Group:
+    table = _table()
+    table.add_column("Exchange", no_wrap=True)
+    table.add_column("Phase", no_wrap=True)
+    for name in ("Payload", "Closed form", "On the wire", "Gathering instead"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Verdict")
+    for use in report.halo:
+        expected = "none" if use.expected_payload_bytes is None else format_bytes(use.expected_payload_bytes)
+        table.add_row(
+            use.name.replace("_", " "),
+            use.phase or UNKNOWN,
+            format_bytes(use.payload_bytes),
+            expected,
+            format_bytes(use.wire_bytes),
+            format_bytes(use.gather_bytes),
+            use.verdict,
+        )
+    return _titled("Halo between context ranks, per step and device", table)
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+
+
+def _titled(title: str, table: Table) -> Group:
+    """A table under its title, which unlike rich's own may be wider than the table."""
+    return Group(Text(title, style="dim"), table)
 
 
 def _provenance(report: Report) -> Text:

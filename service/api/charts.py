@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from service.breakdown import module_tree
 from service.records import BUFFER_CLASSES, Report, Timeline
 from service.units import format_bytes
 
@@ -18,6 +19,9 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 _MARGIN = 1.04
 """Room beyond the longest mark, so that a label at the end of a scale can be read."""
+
+_VISIBLE = 0.25
+"""Percent of a gauge below which a segment is thinner than a line."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Gauge:
     """What a program takes beside what the chip has: the bytes at the peak by class, the free space between, the capacity."""
 
     segments: tuple[Segment, ...]
+    legend: tuple[Segment, ...]
+    """The segments wide enough to be seen."""
     ticks: tuple[Tick, ...]
     allocated_position: float
     capacity_position: float | None
@@ -62,6 +68,8 @@ class Bar:
     """Of the whole, 0 to 1."""
     width: float
     """Of the longest row, so that small rows can still be compared."""
+    depth: int = 0
+    """How deep the row stands in a tree; 0 for a flat breakdown."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ def gauge(report: Report) -> Gauge | None:
     over = 0 if capacity is None else max(0, report.allocated_bytes - capacity)
     return Gauge(
         segments=tuple(segments),
+        legend=tuple(segment for segment in segments if segment.width >= _VISIBLE),
         ticks=scale_ticks(full),
         allocated_position=percent(report.allocated_bytes, full),
         capacity_position=None if capacity is None else percent(capacity, full),
@@ -127,9 +136,19 @@ def class_bars(classes: Mapping[str, int], whole: int | None) -> tuple[Bar, ...]
 
 
 def module_bars(modules: Mapping[str, int], whole: int | None) -> tuple[Bar, ...]:
-    """Bytes at the peak by module, largest first."""
-    return _bars(
-        [(name, "c-module", num_bytes) for name, num_bytes in sorted(modules.items(), key=lambda item: (-item[1], item[0]))], whole
+    """Bytes at the peak by module as a tree in reading order; a module's bytes include its parts'."""
+    tree = module_tree(modules)
+    longest = max((row.num_bytes for row in tree), default=0)
+    return tuple(
+        Bar(
+            row.name,
+            "c-module" if row.depth == 0 else "c-module-part",
+            row.num_bytes,
+            row.num_bytes / whole if whole else 0.0,
+            percent(row.num_bytes, longest),
+            depth=row.depth,
+        )
+        for row in tree
     )
 
 

@@ -82,7 +82,6 @@ class JobLine:
     scenario: str
     state: Verdict
     topology: str
-    num_devices: int | None
     programs: tuple[ProgramLine, ...]
     commit: str | None
     branch: str | None
@@ -106,7 +105,6 @@ def job_line(job: Job, summaries: Sequence[ReportSummary]) -> JobLine:
         scenario=job.scenario,
         state=JOB_STATES[job.status],
         topology=topology,
-        num_devices=next((summary.num_devices for summary in summaries if summary.num_devices), None),
         programs=tuple(_program_line(summary) for summary in summaries),
         commit=job.git.commit_sha[:10] if job.git.commit_sha else None,
         branch=job.git.branch,
@@ -302,10 +300,10 @@ def _family_line(name: str, capacity_bytes: int | None) -> FamilyLine:
         topologies=tuple(
             TopologyLine(
                 name=topology.name,
-                shape=topology.shape.replace("x", " × "),
+                shape=topology.shape.replace("x", "×"),
                 num_chips=topology.num_chips,
                 num_devices=topology.num_devices,
-                wraps=", ".join("xyz"[i] for i, wraps in enumerate(topology.wraps) if wraps) or "none",
+                wraps=" ".join("xyz"[i] for i, wraps in enumerate(topology.wraps) if wraps) or "none",
             )
             for topology in named_topologies(name)
         ),

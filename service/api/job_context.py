@@ -11,7 +11,7 @@ import yaml
 
 from service.api import charts
 from service.api.contexts import JOB_STATES, VERDICTS, Moment, Verdict, moment, topology_sentence
-from service.records import TERMINAL, Buffer, Event, Failure, Job, JobStatus, Report, Timeline, Timings
+from service.records import TERMINAL, Buffer, Collective, Event, Failure, Job, JobStatus, Report, Timeline, Timings
 from service.storage.interface import Artifact
 from service.units import format_bytes, format_parameters
 from service.verdict_text import governing, verdict_sentence
@@ -26,6 +26,8 @@ PHASES: Mapping[str, str] = {
     "analysis_seconds": "analysis",
     "code_generation_seconds": "code generation",
 }
+
+_SMALL_SHARE = 0.001
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,34 @@ class BufferRow:
 
 
 @dataclass(frozen=True)
+class PeakRow:
+    """A maximum of the timeline that stands out."""
+
+    rank: int
+    index: int
+    live_bytes: int
+    below_bytes: int
+    """How far below the peak it stands."""
+    drop_bytes: int
+    module: str
+    phase: str
+    instruction: str
+    largest: tuple[BufferRow, ...]
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Collectives of one kind over the same devices in the same module and phase."""
+
+    entry: Collective
+    axes: str
+    phase: str
+    origin: str
+    width: float
+    """Wire bytes as a percentage of the largest row's."""
+
+
+@dataclass(frozen=True)
 class Phase:
     """Wall seconds of one phase, and its share of the whole."""
 
@@ -100,9 +130,15 @@ class ProgramView:
     """For the script; `<` is escaped, so that no instruction's name can end the element it stands in."""
     classes: tuple[charts.Bar, ...]
     modules: tuple[charts.Bar, ...]
+    small_modules: tuple[charts.Bar, ...]
+    """The rows of the tree below a thousandth of the peak, shown on demand."""
     buffers: tuple[BufferRow, ...]
     num_buffers_at_peak: int | None
     peak_position: float | None
+    peaks: tuple[PeakRow, ...]
+    inferred_share: float | None
+    unattributed_share: float | None
+    collectives: tuple[CollectiveRow, ...]
     phases: tuple[Phase, ...]
     toolchain: tuple[tuple[str, str], ...]
 
@@ -186,6 +222,7 @@ def job_context(
 def program_view(report: Report) -> ProgramView:
     """Everything shown of one program."""
     data = charts.timeline_data(report)
+    modules = charts.module_bars(report.modules, report.peak_bytes)
     return ProgramView(
         report=report,
         verdict=verdict_of(report),
@@ -194,10 +231,15 @@ def program_view(report: Report) -> ProgramView:
         timeline=charts.draw_timeline(report),
         timeline_json="" if data is None else json_for_script(data),
         classes=charts.class_bars(report.classes, report.peak_bytes),
-        modules=charts.module_bars(report.modules, report.peak_bytes),
+        modules=tuple(row for row in modules if row.share >= _SMALL_SHARE),
+        small_modules=tuple(row for row in modules if row.share < _SMALL_SHARE),
         buffers=tuple(_buffer_row(rank, buffer, report.timeline) for rank, buffer in enumerate(report.buffers, start=1)),
         num_buffers_at_peak=report.num_buffers_at_peak,
         peak_position=charts.peak_position(report.timeline),
+        peaks=_peaks(report),
+        inferred_share=_share(report.module_inferred_bytes, report.peak_bytes),
+        unattributed_share=_share(report.unattributed_bytes, report.peak_bytes),
+        collectives=_collectives(report.collectives),
         phases=_phases(report.timings),
         toolchain=_toolchain(report),
     )
@@ -257,6 +299,44 @@ def _buffer_row(rank: int, buffer: Buffer, timeline: Timeline | None) -> BufferR
         start_index=buffer.start_index,
         end_index=buffer.end_index,
         search=f"{buffer.scope} {buffer.name} {buffer.class_} {buffer.class_.replace('_', ' ')} {buffer.module} {shape}".lower(),
+    )
+
+
+def _share(part: int | None, whole: int | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _peaks(report: Report) -> tuple[PeakRow, ...]:
+    highest = report.peaks[0].live_bytes if report.peaks else 0
+    return tuple(
+        PeakRow(
+            rank=rank,
+            index=peak.index,
+            live_bytes=peak.live_bytes,
+            below_bytes=highest - peak.live_bytes,
+            drop_bytes=peak.drop_bytes,
+            module=peak.module,
+            phase=peak.phase or "unknown",
+            instruction=peak.instruction,
+            largest=tuple(_buffer_row(place, buffer, report.timeline) for place, buffer in enumerate(peak.largest[:3], start=1)),
+        )
+        for rank, peak in enumerate(report.peaks, start=1)
+    )
+
+
+def _collectives(entries: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
+    """Largest on the wire first; what is not known comes before all, since it may be the largest."""
+    largest = max((entry.wire_bytes or 0 for entry in entries), default=0)
+    ordered = sorted(entries, key=lambda entry: (entry.wire_bytes is not None, -(entry.wire_bytes or 0), entry.kind))
+    return tuple(
+        CollectiveRow(
+            entry=entry,
+            axes="no whole axes" if entry.axes is None else " × ".join(entry.axes),
+            phase=entry.phase or "unknown",
+            origin={True: "the compiler", False: "the program", None: "unknown"}[entry.is_compiler_made],
+            width=charts.percent(entry.wire_bytes or 0, largest),
+        )
+        for entry in ordered
     )
 
 

@@ -7,7 +7,12 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-function layout(data, lifetime) {
+// A label is shown where its span is wide enough for it, at about six pixels a letter.
+function fits(span, data, width) {
+  return ((span.end - span.start) / data.last) * width > 6 * span.name.length + 8;
+}
+
+function layout(data, lifetime, width) {
   const ink = colour("--ink-2");
   const top = Math.max(...data.y) * 1.12;
   const line = (x0, x1, y0, y1, style) => ({ type: "line", x0, x1, y0, y1, line: style });
@@ -15,7 +20,7 @@ function layout(data, lifetime) {
     type: "rect", xref: "x", yref: "paper", x0: span.start, x1: span.end, y0: 0, y1: 1,
     fillcolor: colour("--ink"), opacity: 0.05, line: { width: 0 }, layer: "below",
   }));
-  const annotations = data.spans.map((span) => ({
+  const annotations = data.spans.filter((span) => fits(span, data, width)).map((span) => ({
     x: span.start, xanchor: "left", xshift: 4, y: 0, yref: "paper", yanchor: "bottom", yshift: 2,
     text: span.name, showarrow: false, font: { size: 11, color: ink },
   }));
@@ -60,7 +65,7 @@ function start(figure) {
   const data = JSON.parse(figure.querySelector("script").textContent);
   const plot = figure.querySelector(".plot");
   let lifetime = null;
-  const draw = () => window.Plotly.react(plot, traces(data), layout(data, lifetime), { displayModeBar: false, responsive: true, doubleClick: "reset" });
+  const draw = () => window.Plotly.react(plot, traces(data), layout(data, lifetime, plot.clientWidth - 68), { displayModeBar: false, responsive: true, doubleClick: "reset" });
   plot.hidden = false;
   figure.querySelector(".drawing").hidden = true;
   draw();

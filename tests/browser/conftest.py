@@ -1,0 +1,158 @@
+"""A real server process on a real SQLite file with stored reports, and a real browser to look at it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+from service.records import Failure, FailureKind, JobStatus, Report, ReportStatus
+from service.settings import Settings
+from service.storage.interface import Lease, NewJob
+from service.storage.store import SqlStore, open_store
+from tests.browser.samples import make_job, make_report
+
+SERVER = """
+import uvicorn
+from service.api.app import create_app
+from service.settings import Settings
+settings = Settings.from_environment()
+uvicorn.run(create_app(settings), host=settings.host, port=settings.port, log_level="warning")
+"""
+
+
+@dataclass
+class Site:
+    """The running server and the ids of the jobs it holds."""
+
+    url: str
+    settings: Settings
+    jobs: dict[str, str] = field(default_factory=dict)
+
+
+def start(store: SqlStore, scenario: str, programs: tuple[str, ...] = ("candidate",)) -> tuple[str, Lease]:
+    """A job that a worker has taken and begun; its id, and the lease to go on with it."""
+    spec = dict(make_job().spec) | {"scenario": scenario}
+    new = NewJob(scenario=scenario, spec=spec, spec_hash=scenario, identity=scenario, programs=programs, child_memory_bytes=1)
+    job = store.add_job(new).job
+    claim = store.claim_job("worker", kinds=("compile",), memory_bytes=None, lease_seconds=3600, max_attempts=3)
+    assert claim is not None
+    assert claim.job.id == job.id
+    store.append_event(claim.lease, "progress", {"program": programs[0], "name": "trace", "seconds": 2.25, "data": {}})
+    return job.id, claim.lease
+
+
+def add(store: SqlStore, scenario: str, reports: list[Report], *, failure: Failure | None = None) -> str:
+    """A job that ended with these reports; its id."""
+    job_id, lease = start(store, scenario, tuple(report.program for report in reports))
+    for report in reports:
+        store.save_report(lease, report)
+    store.finish_job(lease, JobStatus.FAILED if failure else JobStatus.SUCCEEDED, failure=failure)
+    return job_id
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = Settings(data_dir=tmp_path_factory.mktemp("site"), port=port, poll_seconds=0.05)
+    site = Site(f"http://127.0.0.1:{port}", settings)
+    store = open_store(settings)
+    crash = Failure(kind=FailureKind.CRASHED, message="the child ended by signal 11", log_tail="E0000 before\nF0000 Check <failed>: x > y")
+    failed = Report(program="candidate", status=ReportStatus.FAILED, depth="memory", failure=crash)
+    site.jobs["fits"] = add(store, "deepseek-v3-671b-v5p-512", [make_report(), make_report("dropless", scale=1.7)])
+    site.jobs["over"] = add(store, "deepseek-v3-671b-v5p-128", [make_report(scale=4)])
+    site.jobs["failed"] = add(store, "broken-v5p-8", [failed], failure=crash)
+    site.jobs["running"] = start(store, "a-scenario-with-quite-a-long-name-that-still-has-to-fit-a-narrow-screen")[0]
+    store.close()
+    environment = os.environ | {
+        "WEIGHBRIDGE_DATA_DIR": str(settings.data_dir),
+        "WEIGHBRIDGE_PORT": str(port),
+        "WEIGHBRIDGE_POLL_SECONDS": "0.05",
+    }
+    log = Path(settings.data_dir) / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdout=out, stderr=out)
+        try:
+            _wait(site.url, process, log)
+            yield site
+        finally:
+            process.terminate()
+            process.wait(timeout=20)
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        try:
+            httpx.get(f"{url}/healthz", timeout=5)
+            return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    pytest.fail(f"the server did not start: {log.read_text()}")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.skip("no Chromium is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Visit:
+    """One page in one browser context, and what went wrong or left the site while it was open."""
+
+    page: Page
+    site: Site
+    complaints: list[str] = field(default_factory=list)
+
+    def open(self, path: str) -> Page:
+        self.page.goto(self.site.url + path)
+        return self.page
+
+
+@pytest.fixture
+def visit(browser: Browser, site: Site, request: pytest.FixtureRequest) -> Iterator[Visit]:
+    """A page that must stay without console errors and without requests to elsewhere; options by `indirect` parameter."""
+    options = getattr(request, "param", {})
+    context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+    visit = Visit(context.new_page(), site)
+
+    def hear(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            visit.complaints.append(f"{message.type}: {message.text}")
+
+    def watch(asked: Request) -> None:
+        if urlsplit(asked.url).netloc not in ("", urlsplit(site.url).netloc):
+            visit.complaints.append(f"request to elsewhere: {asked.url}")
+
+    def lose(asked: Request) -> None:
+        # Leaving a page ends its stream of events, which the browser calls aborted.
+        if asked.failure != "net::ERR_ABORTED":
+            visit.complaints.append(f"failed: {asked.url} {asked.failure}")
+
+    visit.page.on("console", hear)
+    visit.page.on("pageerror", lambda error: visit.complaints.append(f"script: {error}"))
+    visit.page.on("request", watch)
+    visit.page.on("requestfailed", lose)
+    yield visit
+    context.close()
+    assert visit.complaints == []
