@@ -11,7 +11,7 @@ import yaml
 
 from service.api import charts
 from service.api.contexts import JOB_STATES, VERDICTS, Moment, Verdict, moment, topology_sentence
-from service.records import TERMINAL, Buffer, Collective, Event, Failure, Job, JobStatus, Report, Timeline, Timings
+from service.records import BUFFER_CLASSES, TERMINAL, Buffer, Collective, Event, Failure, Job, JobStatus, Report, Timeline, Timings
 from service.storage.interface import Artifact
 from service.units import format_bytes, format_parameters
 from service.verdict_text import governing, verdict_sentence
@@ -28,6 +28,9 @@ PHASES: Mapping[str, str] = {
 }
 
 _SMALL_SHARE = 0.001
+
+_ARGUMENT_CLASSES = frozenset(BUFFER_CLASSES[: BUFFER_CLASSES.index("other_arguments") + 1])
+"""Arguments come from outside the program: the source line the compiler gives them is that of the call, the same for all."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,7 @@ def _buffer_row(rank: int, buffer: Buffer, timeline: Timeline | None) -> BufferR
         padded_bytes=buffer.padded_bytes,
         padding_bytes=None if logical is None else buffer.padded_bytes - logical,
         padding_ratio=buffer.padded_bytes / logical if logical else None,
-        source=buffer.source,
+        source=None if buffer.class_ in _ARGUMENT_CLASSES else buffer.source,
         life_start=start,
         life_width=width,
         start_index=buffer.start_index,

@@ -17,19 +17,11 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
-from service.records import Failure, FailureKind, JobStatus, Report, ReportStatus
+from service.records import Failure, FailureKind, Report, ReportStatus
 from service.settings import Settings
-from service.storage.interface import Lease, NewJob
-from service.storage.store import SqlStore, open_store
-from tests.browser.samples import make_job, make_report
-
-SERVER = """
-import uvicorn
-from service.api.app import create_app
-from service.settings import Settings
-settings = Settings.from_environment()
-uvicorn.run(create_app(settings), host=settings.host, port=settings.port, log_level="warning")
-"""
+from service.storage.store import open_store
+from tests.browser.samples import make_report
+from tests.browser.stored import add, start
 
 
 @dataclass
@@ -39,27 +31,6 @@ class Site:
     url: str
     settings: Settings
     jobs: dict[str, str] = field(default_factory=dict)
-
-
-def start(store: SqlStore, scenario: str, programs: tuple[str, ...] = ("candidate",)) -> tuple[str, Lease]:
-    """A job that a worker has taken and begun; its id, and the lease to go on with it."""
-    spec = dict(make_job().spec) | {"scenario": scenario}
-    new = NewJob(scenario=scenario, spec=spec, spec_hash=scenario, identity=scenario, programs=programs, child_memory_bytes=1)
-    job = store.add_job(new).job
-    claim = store.claim_job("worker", kinds=("compile",), memory_bytes=None, lease_seconds=3600, max_attempts=3)
-    assert claim is not None
-    assert claim.job.id == job.id
-    store.append_event(claim.lease, "progress", {"program": programs[0], "name": "trace", "seconds": 2.25, "data": {}})
-    return job.id, claim.lease
-
-
-def add(store: SqlStore, scenario: str, reports: list[Report], *, failure: Failure | None = None) -> str:
-    """A job that ended with these reports; its id."""
-    job_id, lease = start(store, scenario, tuple(report.program for report in reports))
-    for report in reports:
-        store.save_report(lease, report)
-    store.finish_job(lease, JobStatus.FAILED if failure else JobStatus.SUCCEEDED, failure=failure)
-    return job_id
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     }
     log = Path(settings.data_dir) / "server.log"
     with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdout=out, stderr=out)
+        process = subprocess.Popen([sys.executable, "-m", "service", "api"], env=environment, stdout=out, stderr=out)
         try:
             _wait(site.url, process, log)
             yield site

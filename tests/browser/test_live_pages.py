@@ -9,8 +9,9 @@ from playwright.sync_api import expect
 
 from service.records import JobStatus
 from service.storage.store import open_store
-from tests.browser.conftest import Visit, add, start
+from tests.browser.conftest import Visit
 from tests.browser.samples import make_report
+from tests.browser.stored import add, start
 
 pytestmark = pytest.mark.browser
 

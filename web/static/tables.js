@@ -26,6 +26,7 @@ function sort(table, button) {
   const rows = [...body.rows].map((row) => [value(row, key, kind), row]);
   rows.sort(([a], [b]) => (a === null || b === null ? compare(a, b, kind) : sign * compare(a, b, kind)));
   body.append(...rows.map(([, row]) => row));
+  table.dispatchEvent(new Event("rows"));
 }
 
 for (const table of document.querySelectorAll("table[data-sortable]")) {
@@ -35,17 +36,42 @@ for (const table of document.querySelectorAll("table[data-sortable]")) {
   }
 }
 
-for (const input of document.querySelectorAll("input[data-filter]")) {
-  const rows = [...document.getElementById(input.dataset.filter).tBodies[0].rows];
-  const count = input.closest("label").querySelector("[data-filter-count]");
-  input.closest("label").hidden = false;
-  input.addEventListener("input", () => {
-    const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let shown = 0;
-    for (const row of rows) {
-      row.hidden = !words.every((word) => row.dataset.search.includes(word));
-      if (!row.hidden) shown += 1;
+// Which rows are shown: those that hold every word of the filter, and of these the first few until all are asked for.
+function limit(table) {
+  const input = document.querySelector(`input[data-filter="${table.id}"]`);
+  const more = document.querySelector(`button[data-more="${table.id}"]`);
+  const count = input?.closest("label").querySelector("[data-filter-count]");
+  const most = Number(table.dataset.first ?? Infinity);
+  let all = false;
+
+  function show() {
+    const words = (input?.value ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+    let matching = 0;
+    for (const row of table.tBodies[0].rows) {
+      const matches = words.every((word) => row.dataset.search.includes(word));
+      if (matches) matching += 1;
+      row.hidden = !matches || (!all && matching > most);
     }
-    count.textContent = words.length ? `${shown} of ${rows.length}` : "";
+    if (count) count.textContent = words.length ? `${matching} of ${table.tBodies[0].rows.length}` : "";
+    if (more) {
+      more.hidden = all || matching <= most;
+      more.textContent = `Show all ${matching}`;
+    }
+  }
+
+  if (input) {
+    input.closest("label").hidden = false;
+    input.addEventListener("input", show);
+  }
+  more?.addEventListener("click", () => {
+    all = true;
+    const firstNew = [...table.tBodies[0].rows].find((row) => row.hidden);
+    show();
+    // The button goes away: the keyboard goes on at the first row it brought.
+    firstNew?.querySelector("button")?.focus();
   });
+  table.addEventListener("rows", show);
+  show();
 }
+
+for (const table of document.querySelectorAll("table[data-sortable]")) limit(table);

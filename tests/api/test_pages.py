@@ -1,0 +1,277 @@
+"""Pages and static files over HTTP, and the geometry and contexts that they are drawn from."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import re
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.api import charts
+from service.api.contexts import jobs_context
+from service.api.job_context import job_context, json_for_script, program_view
+from service.api.pages import render
+from service.api.static_files import static_url
+from service.records import BUFFER_CLASSES, Collective, Failure, FailureKind, JobStatus, Peak, Report, ReportStatus
+from service.resources import resource_directory
+from service.storage.store import SqlStore
+from tests.browser.samples import NUM_POINTS, PEAK_INDEX, make_job, make_report
+from tests.browser.stored import add, start
+
+CSS = (resource_directory("web") / "static" / "site.css").read_text()
+
+
+def page_of(report: Report, **job: object) -> str:
+    return bytes(render("job.html", job_context(make_job(**job), [report], program=None, events=[], artifacts=[])).body).decode()
+
+
+def test_every_buffer_class_has_a_colour_of_its_own_in_light_and_dark() -> None:
+    light, _, dark = CSS.partition("@media (prefers-color-scheme: dark)")
+    dark = dark.partition(".c-parameters {")[0]
+    for theme in (light, dark):
+        colours = [re.search(rf"--{charts.class_css(name)}: (#[0-9a-f]{{6}});", theme) for name in BUFFER_CLASSES]
+        assert all(colours), [name for name, colour in zip(BUFFER_CLASSES, colours, strict=True) if not colour]
+        assert len({colour.group(1) for colour in colours if colour}) == len(BUFFER_CLASSES)
+    for name in BUFFER_CLASSES:
+        assert f".{charts.class_css(name)} {{ --c: var(--{charts.class_css(name)}); }}" in CSS
+
+
+def test_neighbouring_classes_stay_apart_for_readers_without_red_or_green() -> None:
+    light, _, dark = CSS.partition("@media (prefers-color-scheme: dark)")
+    # The classes that take real shares, in the order of the gauge.
+    shown = [name for name in BUFFER_CLASSES if name not in ("router_bias", "batch", "other_arguments", "constants", "outputs")]
+    for theme in (light, dark):
+        colours = []
+        for name in shown:
+            match = re.search(rf"--{charts.class_css(name)}: #([0-9a-f]{{6}});", theme)
+            assert match
+            colours.append([int(match.group(1)[i : i + 2], 16) / 255 for i in (0, 2, 4)])
+        for (a, left), (b, right) in zip(zip(shown, colours, strict=True), list(zip(shown, colours, strict=True))[1:], strict=False):
+            for deficiency in ("protan", "deutan"):
+                assert distance(simulate(left, deficiency), simulate(right, deficiency)) > 0.12, (a, b, deficiency)
+
+
+def simulate(srgb: list[float], deficiency: str) -> list[float]:
+    """Linear colour as seen without one cone type (Machado, Oliveira, Fernandes 2009, severity 1.0)."""
+    matrices = {
+        "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+        "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    }
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in srgb]
+    return [max(0.0, sum(row[i] * linear[i] for i in range(3))) for row in matrices[deficiency]]
+
+
+def distance(left: list[float], right: list[float]) -> float:
+    """Distance in Oklab (Ottosson 2020), where about 0.02 is just noticeable."""
+
+    def oklab(rgb: list[float]) -> list[float]:
+        r, g, b = rgb
+        cones = (
+            0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b,
+            0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b,
+            0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b,
+        )
+        x, y, z = (cone ** (1 / 3) for cone in cones)
+        return [
+            0.2104542553 * x + 0.7936177850 * y - 0.0040720468 * z,
+            1.9779984951 * x - 2.4285922050 * y + 0.4505937099 * z,
+            0.0259040371 * x + 0.7827717662 * y - 0.8086757660 * z,
+        ]
+
+    return float(sum((a - b) ** 2 for a, b in zip(oklab(left), oklab(right), strict=True)) ** 0.5)
+
+
+def test_the_segments_of_the_gauge_sum_to_the_allocated_bytes() -> None:
+    report = make_report()
+    gauge = charts.gauge(report)
+    assert gauge is not None
+    assert sum(segment.num_bytes for segment in gauge.segments) == report.allocated_bytes
+    assert gauge.over_width == 0
+    assert gauge.segments[-1].start + gauge.segments[-1].width == pytest.approx(gauge.allocated_position, abs=0.01)
+    assert gauge.capacity_position == pytest.approx(100 / 1.04, abs=0.001)
+
+
+def test_what_is_beyond_the_capacity_stands_apart() -> None:
+    report = make_report(scale=4)
+    gauge = charts.gauge(report)
+    assert gauge is not None
+    assert gauge.capacity_position is not None
+    assert report.headroom_bytes is not None
+    assert report.allocated_bytes is not None
+    assert gauge.over_width == pytest.approx(100 * -report.headroom_bytes / (report.allocated_bytes * 1.04), abs=0.001)
+    assert gauge.capacity_position + gauge.over_width == pytest.approx(gauge.allocated_position, abs=0.01)
+
+
+@pytest.mark.parametrize("full", [3.0, 1023.0, 5e5, 7.3e8, 102_786_657_280.0, 9e13])
+def test_a_scale_has_round_ticks_that_stay_inside(full: float) -> None:
+    ticks = charts.scale_ticks(full)
+    assert 3 <= len(ticks) <= 9
+    assert ticks[0].position == 0
+    assert ticks[-1].position <= 100
+    gaps = {round(b.position - a.position, 2) for a, b in itertools.pairwise(ticks)}
+    assert len(gaps) <= 2
+
+
+def test_the_script_draws_the_same_peak_that_the_server_drew() -> None:
+    report = make_report()
+    data, drawing = charts.timeline_data(report), charts.draw_timeline(report)
+    assert data is not None
+    assert drawing is not None
+    assert data["peak"]["x"] == PEAK_INDEX
+    assert max(data["y"]) == data["peak"]["y"]
+    assert drawing.peak_x == pytest.approx(100 * PEAK_INDEX / (NUM_POINTS - 1), abs=0.001)
+    assert drawing.path.count("H") == NUM_POINTS
+
+
+def test_a_lifetime_is_never_too_short_to_see_nor_beyond_the_end() -> None:
+    timeline = make_report().timeline
+    assert charts.lifetime(0, NUM_POINTS - 1, timeline) == (0.0, 100.0)
+    start_at, width = charts.lifetime(NUM_POINTS - 1, NUM_POINTS - 1, timeline)
+    assert (start_at, width) == (99.0, 1.0)
+
+
+def test_nothing_in_the_data_can_end_its_script_element() -> None:
+    text = json_for_script({"instruction": "</script><script>alert(1)</script>"})
+    assert "<" not in text
+    assert json.loads(text) == {"instruction": "</script><script>alert(1)</script>"}
+
+
+def test_what_others_wrote_is_text_on_the_page() -> None:
+    failure = Failure(kind=FailureKind.COMPILER, message="<b>bold</b>", log_tail="<img src=x onerror=alert(1)>")
+    html = page_of(Report(program="candidate", status=ReportStatus.FAILED, depth="memory", failure=failure))
+    assert "&lt;b&gt;bold&lt;/b&gt;" in html
+    assert "<img src=x" not in html
+
+
+def test_a_report_without_figures_says_unknown_and_not_zero() -> None:
+    report = make_report().model_copy(update={"code_bytes": None, "host_bytes": None})
+    figures = {figure.label: figure.num_bytes for figure in program_view(report).figures}
+    assert figures["Program code"] is None
+    html = page_of(report)
+    assert re.search(r"<dt>Program code</dt><dd[^>]*>unknown</dd>", html)
+
+
+def test_a_collective_of_unknown_size_comes_first() -> None:
+    def collective(kind: str, wire_bytes: int | None) -> Collective:
+        return Collective(
+            kind=kind, is_known=wire_bytes is not None, axes=("fsdp", "expert"), group_size=6, link="ici", module="moe", phase="forward",
+            is_compiler_made=False, static_count=2, per_step_count=None if wire_bytes is None else 10, payload_bytes=wire_bytes,
+            wire_bytes=wire_bytes, wire_factor="(n-1)/n", link_seconds=None, names=("x",),
+        )  # fmt: skip
+
+    report = make_report().model_copy(
+        update={"collectives": (collective("all-gather", 5), collective("all-new", None), collective("all-reduce", 9))}
+    )
+    rows = program_view(report).collectives
+    assert [(row.entry.kind, row.axes, row.width) for row in rows] == [
+        ("all-new", "fsdp × expert", 0.0),
+        ("all-reduce", "fsdp × expert", 100.0),
+        ("all-gather", "fsdp × expert", 55.556),
+    ]
+
+
+def test_the_next_peaks_are_told_by_how_far_they_stand_below() -> None:
+    peaks = tuple(
+        Peak(index=i, live_bytes=live, instruction="f", module="moe", phase=None, drop_bytes=3, largest=())
+        for i, live in ((9, 70), (4, 51))
+    )
+    rows = program_view(make_report().model_copy(update={"peaks": peaks})).peaks
+    assert [(row.rank, row.below_bytes, row.phase) for row in rows] == [(1, 0, "unknown"), (2, 19, "unknown")]
+
+
+def test_the_program_that_decides_is_shown_unless_another_is_asked_for() -> None:
+    reports = [make_report(), make_report("dropless", scale=1.7)]
+    shown = [job_context(make_job(), reports, program=name, events=[], artifacts=[]).program for name in (None, "candidate", "no-such")]
+    assert [view.report.program for view in shown if view] == ["dropless", "candidate", "dropless"]
+
+
+def test_a_list_is_live_while_a_job_in_it_is_on_its_way() -> None:
+    done, running = make_job(1), make_job(2, status=JobStatus.RUNNING, finished_at=None)
+    assert jobs_context([running, done], {}, filters={}, next_cursor=None).is_live
+    assert not jobs_context([done], {}, filters={}, next_cursor=None).is_live
+
+
+def test_older_jobs_keep_the_filter() -> None:
+    context = jobs_context([make_job()], {}, filters={"status": "failed", "scenario": "a b"}, next_cursor="c/1")
+    assert context.next_href == "/jobs?status=failed&scenario=a+b&cursor=c%2F1"
+
+
+def test_templates_compute_nothing() -> None:
+    for path in (resource_directory("web") / "templates").glob("*.html"):
+        for expression in re.findall(r"\{\{(.*?)\}\}|\{%(.*?)%\}", path.read_text()):
+            code = re.sub(r"'[^']*'", "", "".join(expression)).strip().strip("-")
+            assert not re.search(r"[*/+]|\s-\s|\|\s*(round|sum|int|float|filesizeformat)\b", code), f"{path.name}: {code}"
+
+
+def test_no_page_holds_script_text_or_names_another_site() -> None:
+    for path in (resource_directory("web") / "templates").glob("*.html"):
+        text = path.read_text()
+        assert not re.search(r"<script(?![^>]*(src=|application/json))", text), path.name
+        assert not re.search(r"\son[a-z]+=|javascript:", text), path.name
+        assert not re.search(r"https?://", text), path.name
+
+
+def test_static_files_are_compressed_kept_for_a_year_and_not_sent_twice(client: TestClient) -> None:
+    url = static_url("plotly.min.js")
+    answer = client.get(url, headers={"Accept-Encoding": "gzip"})
+    assert answer.headers["content-encoding"] == "gzip"
+    assert int(answer.headers["content-length"]) < 1_600_000
+    assert "immutable" in answer.headers["cache-control"]
+    plain = client.get(url, headers={"Accept-Encoding": "identity"})
+    assert plain.content == answer.content
+    assert len(gzip.compress(plain.content)) < len(plain.content)
+    again = client.get(url, headers={"If-None-Match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("name", ["..%2Ftemplates%2Fbase.html", "base.html", "site.css.map", "%2Fetc%2Fpasswd"])
+def test_only_files_of_the_static_folder_are_sent(client: TestClient, name: str) -> None:
+    assert client.get(f"/static/{name}").status_code == 404
+
+
+def test_an_address_without_the_right_hash_is_asked_for_again(client: TestClient) -> None:
+    assert client.get("/static/site.css?v=old").headers["cache-control"] == "no-cache"
+
+
+def test_errors_are_pages_for_people_and_problems_for_programs(client: TestClient) -> None:
+    page, problem = client.get("/jobs/absent"), client.get("/api/v1/jobs/absent")
+    assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (404, "text/html")
+    assert (problem.status_code, problem.headers["content-type"]) == (404, "application/problem+json")
+    assert "<h1>Not found</h1>" in page.text
+
+
+def test_pages_answer_while_nothing_was_ever_weighed(client: TestClient) -> None:
+    for path in ("/", "/jobs", "/catalog", "/submit", "/compare"):
+        assert client.get(path).status_code == 200, path
+    assert "Nothing has been weighed yet" in client.get("/").text
+
+
+def test_the_overview_shows_the_newest_answer_of_each_scenario(client: TestClient, store: SqlStore) -> None:
+    add(store, "first", [make_report(scale=4)])
+    newest = add(store, "second", [make_report()])
+    running, _ = start(store, "third")
+    html = client.get("/").text
+    assert f'href="/jobs/{newest}"' in html
+    assert "112.15 GiB" in html
+    assert running not in html
+
+
+def test_a_wrong_spec_comes_back_with_its_text_and_every_problem(client: TestClient) -> None:
+    text = "scenario: x\nmodel: {preset: nope}\ntrain: {seq_len: 0}\nmesh: {topology: v9-9}\n"
+    answer = client.post("/submit", data={"spec": text.replace("\n", "\r\n"), "depth": "full"})
+    assert answer.status_code == 422
+    assert text.removesuffix("\n") in answer.text
+    for path in ("model.preset", "train.seq_len", "mesh.topology"):
+        assert f'<code class="path">{path}</code>' in answer.text
+    assert re.search(r'value="full" checked', answer.text)
+
+
+def test_a_sound_spec_is_queued_at_the_depth_that_was_chosen(client: TestClient, store: SqlStore) -> None:
+    text = (resource_directory("examples") / "tiny-v5e-4.yaml").read_text()
+    answer = client.post("/submit", data={"spec": text, "depth": "full"}, follow_redirects=False)
+    assert answer.status_code == 303
+    job = store.get_job(answer.headers["location"].removeprefix("/jobs/"))
+    assert (job.status, job.spec["depth"], job.scenario) == (JobStatus.QUEUED, "full", "tiny-v5e-4")
