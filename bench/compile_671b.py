@@ -1,0 +1,127 @@
+"""How long `weighbridge compile` takes to the exact peak of DeepSeek-V3 671B, cold, beside the whole compile of the same spec.
+
+    ./dev bench compile_671b                   # both examples at depth memory, three runs each; a minute on an idle machine of two cores
+    ./dev bench compile_671b --full            # also --depth full, with byte equality: 5 to 10 minutes more for each example
+    ./dev bench compile_671b --depths-of-model # also 8 layers against 61
+
+Each run is a new process with an empty data directory, so that nothing is remembered from one to the next, the chip's capacity included.
+`answer` is the wall time of the whole command: interpreter start, tracing, compiling, analysis, printing. `peak` is when the exact peak was
+known inside it. `rss` is the largest resident memory of the compiling process. Run it on an idle machine: the load stands above the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SPECS = ("deepseek-v3-671b-v5p-512", "deepseek-v3-671b-v5p-256")
+TARGET_SECONDS = 12.5
+"""What an idle machine of two cores must not exceed to the exact peak."""
+PEER_SECONDS = {"deepseek-v3-671b-v5p-256": 151.0}
+"""MaxText's train_compile of August 2026 on the same kind of machine, idle, dot_product, its best."""
+TARGET_DEPTH_RATIO = 1.3
+COMPARED = ("status", "peak_bytes", "allocated_bytes", "argument_bytes", "alias_bytes", "output_bytes", "temp_bytes")
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command, and what it reported."""
+
+    answer_seconds: float
+    report: dict[str, Any]
+
+    @property
+    def peak_seconds(self) -> float:
+        """Process start of the command to the exact peak."""
+        timings = self.report["timings"]
+        analysis_on = timings["analysis_seconds"] + (timings["code_generation_seconds"] or 0.0)
+        # What the command does before its child starts and after it has the report counts in full.
+        return self.answer_seconds - min(analysis_on, timings["total_seconds"])
+
+    @property
+    def rss_bytes(self) -> int:
+        return int(self.report["child_peak_rss_bytes"])
+
+
+def weigh(spec: Path, *options: str) -> Run:
+    """Run the command as a person at a shell would, in a directory where nothing has been remembered."""
+    with tempfile.TemporaryDirectory() as data_dir:
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", "from weighbridge.cli import main; main()", "compile", str(spec), "--json", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"WEIGHBRIDGE_DATA_DIR": data_dir},
+            check=False,
+        )
+        seconds = time.monotonic() - started
+    document = json.loads(done.stdout)
+    report = document["reports"][0] if "reports" in document else document
+    if report["status"] == "failed":
+        raise SystemExit(f"{spec.name}: {report['failure']['kind']}: {report['failure']['message']}")
+    return Run(seconds, report)
+
+
+def show(label: str, runs: list[Run]) -> Run:
+    """Print a row of medians; returns the run with the median answer."""
+    median = sorted(runs, key=lambda run: run.answer_seconds)[len(runs) // 2]
+    phases = " ".join(
+        f"{name.removesuffix('_seconds')} {seconds:.1f}"
+        for name, seconds in median.report["timings"].items()
+        if seconds is not None and name != "total_seconds"
+    )
+    print(
+        f"{label:<40} {statistics.median(run.peak_seconds for run in runs):8.1f} s {median.answer_seconds:8.1f} s"
+        f" {max(run.rss_bytes for run in runs) / GIB:6.2f} GiB {median.report['peak_bytes']:>15,} B   {phases}",
+        flush=True,
+    )
+    return median
+
+
+def main() -> int:
+    """Print the table; 1 where bytes differ between the depths, which no load of the machine excuses."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs at depth memory, of which the median counts")
+    parser.add_argument("--full", action="store_true", help="also compile to the end and compare the bytes")
+    parser.add_argument("--depths-of-model", action="store_true", help="also compare 61 layers with 8")
+    parser.add_argument("--spec", choices=SPECS, help="only this example")
+    arguments = parser.parse_args()
+
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"{'':<40} {'peak':>10} {'answer':>10} {'rss':>10} {'peak HBM':>17}   phases in seconds")
+    is_equal = True
+    for name in (arguments.spec,) if arguments.spec else SPECS:
+        spec = EXAMPLES / f"{name}.yaml"
+        memory = show(name, [weigh(spec) for _ in range(arguments.repeat)])
+        verdict = "within" if memory.peak_seconds <= TARGET_SECONDS else "above"
+        print(f"  {verdict} the target of {TARGET_SECONDS} s")
+        if name in PEER_SECONDS:
+            print(f"  {PEER_SECONDS[name] / memory.answer_seconds:.1f} times as fast as the peer's {PEER_SECONDS[name]:.0f} s")
+        if arguments.depths_of_model:
+            shallow = show("  with 8 layers", [weigh(spec, "--set", "model.num_layers=8") for _ in range(arguments.repeat)])
+            ratio = memory.answer_seconds / shallow.answer_seconds
+            print(f"  61 layers take {ratio:.2f} times as long as 8; the target is {TARGET_DEPTH_RATIO}")
+        if arguments.full:
+            full = show("  --depth full", [weigh(spec, "--depth", "full")])
+            different = [field for field in COMPARED if memory.report[field] != full.report[field]]
+            is_equal &= not different
+            print(
+                f"  {full.answer_seconds / memory.answer_seconds:.1f} times as long; "
+                + ("bytes equal" if not different else f"DIFFERENT: {different}")
+            )
+    return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
