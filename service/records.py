@@ -136,6 +136,7 @@ BUFFER_CLASSES = (
     "saved_activations",
     "rematerialised",
     "gradients",
+    "parameter_copies",
     "collective_buffers",
     "moe_dispatch",
     "logits",
@@ -144,7 +145,102 @@ BUFFER_CLASSES = (
     "constants",
     "unattributed",
 )
-"""Every byte at the peak belongs to exactly one."""
+"""Every byte at the peak belongs to exactly one.
+
+The first six, `outputs` and `constants` are what the allocation says. Among temporaries: `saved_activations` are made in the forward pass
+and alive when the backward pass begins; `rematerialised` are made by the forward pass run again; `gradients` reach the optimizer;
+`parameter_copies` are parameters cast, cut or laid out anew; `collective_buffers` came over the links (gathered weights among them);
+`moe_dispatch` is what MoE layers send and receive; `logits` is the logits' and the loss's own; `unattributed` has no scope at all.
+"""
+
+
+class Peak(Record):
+    """A maximum of the timeline that stands out: what is left to fix once the higher ones are."""
+
+    index: int = Field(description="timeline index")
+    live_bytes: int
+    instruction: str
+    module: str
+    phase: str | None
+    drop_bytes: int = Field(description="how far usage falls before it rises higher: its prominence")
+    largest: tuple[Buffer, ...] = Field(description="the largest buffers alive there that are not arguments")
+
+
+class Collective(Record):
+    """Collectives of one kind over the same devices in the same module and phase, taken together; bytes are per device."""
+
+    kind: str = Field(description="all-gather, all-reduce, reduce-scatter, …; the opcode itself where it is not known")
+    is_known: bool = Field(description="false for an opcode of the family that the analysis does not know: its bytes are null")
+    axes: tuple[str, ...] | None = Field(
+        description="mesh axes it spans, as a set in mesh order; null where its groups follow no whole axes"
+    )
+    group_size: int = Field(description="devices that exchange with each other; 2 for a permute's links")
+    link: Literal["ici", "dcn"]
+    module: str
+    phase: str | None
+    is_compiler_made: bool | None = Field(description="no line of the program asks for it; null where the compiler kept no name to tell by")
+    static_count: int = Field(description="how many stand in the program")
+    per_step_count: int | None = Field(description="how many run in one step; null where a loop's trip count cannot be derived")
+    payload_bytes: int | None = Field(description="per step; what the operation is given or, for a gather, yields")
+    wire_bytes: int | None = Field(description="per step; what the busiest device sends")
+    wire_factor: str = Field(description="share of the payload that is sent")
+    link_seconds: float | None = Field(description="lower bound per step from published bandwidth; null where none is published")
+    unknown_reason: str | None = Field(default=None, description="why a number is null")
+    names: tuple[str, ...] = Field(description="the first of its instructions")
+
+
+class CollectiveTotals(Record):
+    """All collectives of one program per step and device; null where any part is not known."""
+
+    static_count: int
+    per_step_count: int | None
+    ici_wire_bytes: int | None
+    dcn_wire_bytes: int | None
+    link_seconds: float | None = Field(description="lower bound: each link's bytes over its bandwidth, the two overlapping")
+
+
+class HaloUse(Record):
+    """One exchange of neighbouring tokens between context ranks, in one phase, beside its closed form."""
+
+    name: str = Field(description="engram_conv, mtp_shift or engram_ids")
+    phase: str | None
+    static_count: int
+    per_step_count: int | None
+    payload_bytes: int | None = Field(description="measured, per step and device")
+    wire_bytes: int | None = Field(description="measured, per step, the busiest device")
+    total_wire_bytes: int | None = Field(description="measured, per step, over all devices: end ranks send one halo where others send two")
+    expected_payload_bytes: int | None = Field(description="closed form of what the forward pass sends; null where the spec has none")
+    verdict: str = Field(description="equal, or the reason why measured and closed form differ")
+    gather_bytes: int | None = Field(description="what gathering the sequence instead would have yielded, per step and device")
+
+
+class Finding(Record):
+    """Something about the program that a person would want to know, with what to change."""
+
+    kind: str
+    message: str
+    module: str | None = None
+    buffer: str | None = None
+    bytes: int | None = None
+    spec_field: str | None = Field(default=None, description="path of the spec's field to change; null where none would help")
+    suggestion: str
+
+
+class Pair(Record):
+    """The two programs of a step that retries when tokens are dropped, weighed together; bytes per device."""
+
+    fits: bool | None = Field(description="both fit in the mode the steps job uses; null where either is not known")
+    candidate_fits: bool | None
+    dropless_fits: bool | None
+    state_bytes: int | None = Field(description="the state neither program donates")
+    worse_program: str | None = Field(description="the one that needs more")
+    headroom_bytes: int | None = Field(description="capacity less the allocated bytes of the worse program")
+    lookahead_allocated_bytes: int | None = Field(description="what the worse program needs when the state before is alive too")
+    fits_with_lookahead: bool | None
+    retry_cost: str = Field(description="expected step time as a formula")
+    break_even_probability: float | None = Field(
+        description="overflow probability above which running dropless always would be cheaper; null until both have been timed"
+    )
 
 
 class Timings(Record):
@@ -190,6 +286,13 @@ class Report(Record):
     timeline: Timeline | None = None
     buffers: tuple[Buffer, ...] = Field(default=(), description="largest first, at most 200")
     num_buffers_at_peak: int | None = None
+    module_inferred_bytes: int | None = Field(default=None, description="bytes at the peak whose module was inferred from neighbours")
+    unattributed_bytes: int | None = Field(default=None, description="bytes at the peak without a module")
+    peaks: tuple[Peak, ...] = Field(default=(), description="the maxima that stand out, highest first; the first is the peak itself")
+    collectives: tuple[Collective, ...] = ()
+    collective_totals: CollectiveTotals | None = None
+    halo: tuple[HaloUse, ...] = ()
+    findings: tuple[Finding, ...] = ()
     timings: Timings = Timings()
     child_peak_rss_bytes: int | None = None
     toolchain: Toolchain | None = None

@@ -20,7 +20,8 @@ SCHEMA: Mapping[str, str] = {
     "HloProto": "1 hlo_module HloModuleProto, 3 buffer_assignment BufferAssignmentProto",
     "HloModuleProto": (
         "1 name string, 6 entry_computation_id int64, 3 computations HloComputationProto*, 4 host_program_shape ProgramShapeProto,"
-        " 7 schedule HloScheduleProto, 8 input_output_alias HloInputOutputAliasProto, 17 stack_frame_index StackFrameIndexProto"
+        " 7 schedule HloScheduleProto, 8 input_output_alias HloInputOutputAliasProto,"
+        " 14 spmd_parameters_shardings OpSharding*, 17 stack_frame_index StackFrameIndexProto"
     ),
     "HloComputationProto": "1 name string, 2 instructions HloInstructionProto*, 5 id int64, 6 root_id int64, 8 execution_thread string",
     "HloInstructionProto": (
@@ -60,6 +61,9 @@ SCHEMA: Mapping[str, str] = {
     "MeshProto": "1 axes MeshAxis*, 2 device_ids int64*, 3 iota_transform IotaTransform",
     "MeshAxis": "1 name string, 2 size int64",
     "IotaTransform": "1 reshape_dims int64*, 2 transpose_perm int64*",
+    "OpSharding": "1 type int32, 3 tile_assignment_dimensions int64*, 14 named_sharding NamedShardingProto",
+    "NamedShardingProto": "2 mesh MeshProto, 3 dim_shardings DimensionSharding*",
+    "DimensionSharding": "1 axes AxisRefProto*",
     "AxisRefProto": "1 mesh_axis_index int64, 2 sub_axis_info SubAxis",
     "SubAxis": "1 pre_size int64, 2 size int64",
     "BufferAssignmentProto": (

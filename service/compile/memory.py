@@ -91,6 +91,8 @@ class MemoryDump:
     """HBM bytes alive at each timeline index; index 0 is before the first event, index i after event i of the simulation."""
     event_instructions: tuple[str, ...]
     """Name of the instruction of each timeline index; empty at 0."""
+    event_computations: tuple[str, ...]
+    """Name of the computation that instruction is in; empty at 0."""
     lifetimes: tuple[Lifetime, ...]
     """Every HBM buffer's stay, whole-program allocations first."""
     buffers: Mapping[int, LogicalBuffer]
@@ -135,18 +137,19 @@ def replay(proto: Any) -> MemoryDump:
         allocation = allocations[trace.buffer_allocation_index]
         simulations.append((allocation, _simulate(trace, allocation, buffers)))
 
-    whole = [a for a in allocations.values() if a.color == HBM and not a.is_thread_local and not a.is_simulated]
+    whole = [a for a in allocations.values() if a.color == HBM and not a.is_thread_local and not a.is_simulated and a.assigned]
     base_bytes = sum(a.size for a in whole)
     in_hbm = [(allocation, simulation) for allocation, simulation in simulations if allocation.color == HBM]
     if len(in_hbm) > 1:
         # The order of two simulations against each other is not in the dump, so their joint peak is not known.
         indices = [allocation.index for allocation, _ in in_hbm]
         raise AnalysisError(f"the dump simulates HBM in {len(in_hbm)} separate allocations {indices}; exactly one or none can be added up")
-    usage, instructions, lifetimes = [base_bytes], [""], []
+    usage, instructions, computations, lifetimes = [base_bytes], [""], [""], []
     if in_hbm:
         allocation, simulation = in_hbm[0]
         usage += [base_bytes + live for live in simulation.usage]
         instructions += simulation.instructions
+        computations += simulation.computations
         lifetimes = simulation.lifetimes
     last = len(usage) - 1
     lifetimes = [_whole_program(allocation, buffers, last) for allocation in whole] + lifetimes
@@ -164,6 +167,7 @@ def replay(proto: Any) -> MemoryDump:
         peak_index=peak_index,
         usage=tuple(usage),
         event_instructions=tuple(instructions),
+        event_computations=tuple(computations),
         lifetimes=tuple(lifetimes),
         buffers=buffers,
         allocations=allocations,
@@ -200,7 +204,7 @@ def _read_allocations(assignment: Any, buffers: Mapping[int, LogicalBuffer]) -> 
             placed.add(buffer.id)
             end = max(end, part.offset + part.size)
             assigned.append((buffer.id, part.offset))
-        if end != entry.size or not assigned:
+        if end != entry.size:
             raise AnalysisError(f"allocation {entry.index} reserves {entry.size} bytes and its buffers end at {end}; the dump is corrupted")
         is_parameter = entry.is_entry_computation_parameter
         allocations[entry.index] = Allocation(
@@ -231,6 +235,7 @@ class _Simulation:
 
     usage: list[int]
     instructions: list[str]
+    computations: list[str]
     lifetimes: list[Lifetime]
 
 
@@ -249,7 +254,7 @@ def _simulate(trace: Any, allocation: Allocation, buffers: Mapping[int, LogicalB
     canonical: dict[int, int] = {}
     alive: dict[int, _Stay] = {}
     places = _Places(allocation)
-    result = _Simulation([], [], [])
+    result = _Simulation([], [], [], [])
     live_bytes = 0
     for index, event in enumerate(trace.events, start=1):
         buffer_id, kind = event.buffer_id, event.kind
@@ -290,6 +295,7 @@ def _simulate(trace: Any, allocation: Allocation, buffers: Mapping[int, LogicalB
             raise AnalysisError(f"event {index} of allocation {allocation.index} is of unknown kind {kind}; known are 0 to 2")
         result.usage.append(live_bytes)
         result.instructions.append(event.instruction_name)
+        result.computations.append(event.computation_name)
     if alive:
         raise AnalysisError(f"the heap trace of allocation {allocation.index} ends with {len(alive)} buffers alive; it was cut short")
     return result

@@ -1,0 +1,297 @@
+"""What a person would want to be told about a program: each finding names the buffer or module, the bytes and the spec's field to change.
+
+Every finding rests on something the compiler wrote. None is an error: a program with findings runs. tests/compile/test_findings.py has for
+each a program that raises it and one that does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from service.compile.buffers import AttributedBuffer, BufferBook
+from service.compile.collective_report import per_step, total
+from service.compile.collectives import CollectiveInstance
+from service.compile.halo import local_batch
+from service.compile.hlo import Program
+from service.compile.memory import MemoryDump
+from service.models.config import StepConfig
+from service.records import Finding, HaloUse, Report
+from service.units import format_bytes
+
+STATE_CLASSES = ("parameters", "optimizer_first_moment", "optimizer_second_moment", "router_bias")
+_NOTABLE_SHARE = 0.01
+"""Share of the peak below which a buffer is not worth a finding."""
+_NOTABLE_BYTES = 1 << 20
+_PADDING_FACTOR = 2
+_DOMINANT_SHARE = 0.2
+_UNATTRIBUTED_SHARE = 0.03
+_MAX_PER_KIND = 8
+
+_INVOLUNTARY = re.compile(r"[Ii]nvoluntary full rematerialization\.(?P<text>[^\n]*)")
+_OPERATION = re.compile(r"HLO operation:?\s*%?(?P<name>[\w.\-]+)\s*=\s*(?P<shape>\S+)")
+_OP_NAME = re.compile(r'op_name="(?P<op_name>[^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What findings are made from."""
+
+    program: Program
+    memory: MemoryDump
+    book: BufferBook
+    at_peak: Sequence[AttributedBuffer]
+    classes: Mapping[str, int]
+    unattributed_bytes: int
+    collectives: Sequence[CollectiveInstance]
+    halo: Sequence[HaloUse]
+    mesh_axes: Mapping[str, int]
+    config: StepConfig | None
+    state_donated: bool
+    compiler_log: str
+
+
+def find_findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """All findings of one program, most bytes first; those without bytes last."""
+    rules = (
+        _donation_lost,
+        _offload_ignored,
+        _replicated_arguments,
+        _involuntary_rematerialisation,
+        _halo_gathered,
+        _padding,
+        _context_parallelism_unused,
+        _moe_buffers_dominate,
+        _unattributed,
+    )
+    found = [finding for rule in rules for finding in rule(evidence)]
+    return tuple(sorted(found, key=lambda finding: -(finding.bytes or 0)))
+
+
+def _notable(evidence: Evidence) -> int:
+    return max(_NOTABLE_BYTES, int(evidence.memory.peak_bytes * _NOTABLE_SHARE))
+
+
+def _donation_lost(evidence: Evidence) -> Iterator[Finding]:
+    """State that the step was asked to reuse, and whose memory no output takes over."""
+    if not evidence.state_donated:
+        return
+    lost = [
+        buffer
+        for buffer in evidence.at_peak
+        if buffer.what.buffer_class in STATE_CLASSES and not evidence.memory.allocations[buffer.life.allocation].is_aliased
+    ]
+    if not lost:
+        return
+    size = sum(buffer.life.size for buffer in lost)
+    yield Finding(
+        kind="donation_lost",
+        message=f"{len(lost)} donated arguments, {format_bytes(size)} in all, are not reused by the new state; both stand at once",
+        module=lost[0].what.module,
+        buffer=lost[0].what.op_name,
+        bytes=size,
+        spec_field="train.moment_dtype" if lost[0].what.buffer_class != "parameters" else "train.param_dtype",
+        suggestion="give the new state the shapes, dtypes and shardings of the old one: a buffer is reused only by an equal one",
+    )
+
+
+def _offload_ignored(evidence: Evidence) -> Iterator[Finding]:
+    """Tensors named for host memory, and nothing there."""
+    config = evidence.config
+    if config is None or not config.train.remat.offload or evidence.memory.host_bytes:
+        return
+    names = ", ".join(config.train.remat.offload)
+    saved = evidence.classes.get("saved_activations", 0)
+    yield Finding(
+        kind="offload_ignored",
+        message=f"{names} are to be offloaded and the program keeps nothing in host memory; {format_bytes(saved)} are saved on the device",
+        bytes=saved,
+        spec_field="train.remat.offload",
+        suggestion="name tensors that a layer computes and its policy would keep; with policy none nothing is offloaded",
+    )
+
+
+def _replicated_arguments(evidence: Evidence) -> Iterator[Finding]:
+    """Large state that every device of some axis holds whole. Over `data` that is what data parallelism means."""
+    notable = _notable(evidence)
+    count = 0
+    for buffer in evidence.at_peak:
+        parameter = evidence.memory.allocations[buffer.life.allocation].parameter
+        if parameter is None or buffer.life.size < notable or buffer.what.buffer_class not in STATE_CLASSES:
+            continue
+        axes = evidence.program.sharded_axes(parameter[0])
+        if axes is None:
+            continue
+        unused = [axis for axis, size in evidence.mesh_axes.items() if size > 1 and axis not in (*axes, "data", "tensor")]
+        if unused and count < _MAX_PER_KIND:
+            count += 1
+            copies = " × ".join(f"{axis} {evidence.mesh_axes[axis]}" for axis in unused)
+            yield Finding(
+                kind="large_replicated_buffer",
+                message=f"{buffer.what.op_name} takes {format_bytes(buffer.life.size)} on every device: it is not cut over {copies}",
+                module=buffer.what.module,
+                buffer=buffer.what.op_name,
+                bytes=buffer.life.size,
+                spec_field=f"mesh.{unused[0]}",
+                suggestion=f"cut it over {' and '.join(unused)}, or make {unused[0]} smaller in favour of an axis it is cut over",
+            )
+
+
+def _involuntary_rematerialisation(evidence: Evidence) -> Iterator[Finding]:
+    """The partitioner's own warning that it gathers a tensor whole to change its sharding."""
+    seen: set[str] = set()
+    for match in _INVOLUNTARY.finditer(evidence.compiler_log):
+        text = match["text"]
+        operation, scope = _OPERATION.search(text), _OP_NAME.search(text)
+        name = operation["name"] if operation else None
+        if (name or text) in seen or len(seen) >= _MAX_PER_KIND:
+            continue
+        seen.add(name or text)
+        where = scope["op_name"] if scope else "an operation the compiler does not name"
+        yield Finding(
+            kind="involuntary_rematerialisation",
+            message=f"the compiler gathers {operation['shape'] if operation else 'a tensor'} whole to change its sharding, at {where}",
+            buffer=name,
+            module=None,
+            spec_field="mesh",
+            suggestion="make the shardings before and after it agree, or choose axes whose sizes divide each other",
+        )
+
+
+def _halo_gathered(evidence: Evidence) -> Iterator[Finding]:
+    """Activations gathered over the context ranks where a halo exchange would do."""
+    if evidence.config is None or evidence.config.axes.context == 1 or evidence.config.model.engram is None:
+        return
+    gathers = [
+        instance
+        for instance in evidence.collectives
+        if instance.kind in ("all-gather", "all-to-all")
+        and instance.reach.axes is not None
+        and "context" in instance.reach.axes
+        and instance.module.startswith("engram")
+        and _holds_sequence(instance, evidence.config)
+    ]
+    missing = [use for use in evidence.halo if use.name == "engram_conv" and use.static_count == 0]
+    if not gathers and not missing:
+        return
+    payload = total(per_step(instance)[1] for instance in gathers)
+    yield Finding(
+        kind="halo_gathered",
+        message="the convolution's neighbours are fetched by gathering the sequence over context ranks, not by a halo exchange",
+        module=gathers[0].module if gathers else "engram/short_conv",
+        buffer=gathers[0].name if gathers else None,
+        bytes=payload or None,
+        spec_field="mesh.context",
+        suggestion="run the convolution inside shard_map over context; with other axes automatic, keep its operands' sharding pinned",
+    )
+
+
+def _holds_sequence(instance: CollectiveInstance, config: StepConfig) -> bool:
+    """Whether a collective moves floating-point activations that lie [batch, sequence shard, …] on each device."""
+    local = [local_batch(config), config.train.seq_len // config.axes.context]
+    is_float = any(dtype.startswith(("bf", "f")) for dtype in instance.dtypes)
+    channels = config.model.dim
+    return is_float and any(_has_run(shape, local) and shape[-1] >= channels for shape in instance.shapes if shape)
+
+
+def _has_run(shape: Sequence[int], run: list[int]) -> bool:
+    dims = [dim for dim in shape if dim != 1]
+    wanted = [dim for dim in run if dim != 1]
+    return any(dims[at : at + len(wanted)] == wanted for at in range(len(dims) - len(wanted) + 1))
+
+
+def _padding(evidence: Evidence) -> Iterator[Finding]:
+    """Buffers at the peak that tiles blow up beyond twice their size."""
+    worst = []
+    for buffer in evidence.at_peak:
+        logical = buffer.life.size - evidence.book.padding_bytes(buffer.life)
+        if logical and buffer.life.size > _PADDING_FACTOR * logical and buffer.life.size >= _NOTABLE_BYTES:
+            worst.append((buffer.life.size - logical, logical, buffer))
+    worst.sort(key=lambda entry: -entry[0])
+    for waste, logical, buffer in worst[:_MAX_PER_KIND]:
+        record = evidence.book.record(buffer)
+        dims = " × ".join(str(dim) for dim in record.shape)
+        yield Finding(
+            kind="padding",
+            message=f"{record.dtype} {dims} needs {format_bytes(logical)} and takes {format_bytes(record.padded_bytes)} as {record.layout}",
+            module=record.module,
+            buffer=record.name,
+            bytes=waste,
+            spec_field=None,
+            suggestion="put a dim of at least 128 last: a tile is 8 rows of 128 in float32, 16 of 128 in bfloat16",
+        )
+
+
+def _context_parallelism_unused(evidence: Evidence) -> Iterator[Finding]:
+    """Activations at the peak that hold the whole sequence although it is cut over context ranks."""
+    config = evidence.config
+    if config is None or config.axes.context == 1:
+        return
+    whole = [local_batch(config), config.train.seq_len]
+    kept = ("saved_activations", "rematerialised", "temporaries")
+    buffers = [
+        buffer
+        for buffer in evidence.at_peak
+        # Attention needs keys and values of the whole sequence on every rank.
+        if buffer.what.buffer_class in kept
+        and "mla" not in buffer.what.module.split("/")
+        and _has_run(evidence.book.record(buffer).shape, whole)
+    ]
+    size = sum(buffer.life.size for buffer in buffers)
+    if size < _notable(evidence):
+        return
+    yield Finding(
+        kind="context_parallelism_unused",
+        message=f"{len(buffers)} activations hold all {config.train.seq_len} tokens on each of {config.axes.context} context ranks",
+        module=buffers[0].what.module,
+        buffer=buffers[0].what.op_name or None,
+        bytes=size,
+        spec_field="mesh.context",
+        suggestion="pin the sequence dim to context where they are made, or set context to 1 and give its devices to fsdp",
+    )
+
+
+def _moe_buffers_dominate(evidence: Evidence) -> Iterator[Finding]:
+    """Worst-case receive buffers that are a large part of the peak."""
+    size = evidence.classes.get("moe_dispatch", 0)
+    if size < _DOMINANT_SHARE * evidence.memory.peak_bytes:
+        return
+    largest = next(buffer for buffer in evidence.at_peak if buffer.what.buffer_class == "moe_dispatch")
+    is_worst_case = evidence.config is not None and evidence.config.moe.ragged_buffer_factor == -1
+    yield Finding(
+        kind="moe_buffers_dominate",
+        message=f"buffers for tokens sent between experts are {size / evidence.memory.peak_bytes:.0%} of the peak",
+        module=largest.what.module,
+        buffer=evidence.book.record(largest).name,
+        bytes=size,
+        spec_field="moe.ragged_buffer_factor" if is_worst_case else "moe.dropless.token_chunks",
+        suggestion="use a factor with retry_when_tokens_dropped instead of the worst case, or more token chunks",
+    )
+
+
+def _unattributed(evidence: Evidence) -> Iterator[Finding]:
+    if evidence.unattributed_bytes <= _UNATTRIBUTED_SHARE * evidence.memory.peak_bytes:
+        return
+    yield Finding(
+        kind="unattributed",
+        message=f"{evidence.unattributed_bytes / evidence.memory.peak_bytes:.1%} of the peak belongs to no named scope",
+        bytes=evidence.unattributed_bytes,
+        suggestion="put the code that makes it under jax.named_scope",
+    )
+
+
+def policy_without_effect(before: Report, after: Report, *, field: str) -> Finding | None:
+    """A finding where a change of `field` (a remat or offload setting) between two reports of one spec changed no byte of what is saved."""
+    if None in (before.peak_bytes, after.peak_bytes):
+        return None
+    measured = [(r.peak_bytes, r.allocated_bytes, r.host_bytes, r.classes.get("saved_activations", 0)) for r in (before, after)]
+    if measured[0] != measured[1]:
+        return None
+    return Finding(
+        kind="policy_without_effect",
+        message=f"{field} was changed, and peak, reserved, host and saved bytes are the same to the byte",
+        bytes=None,
+        spec_field=field,
+        suggestion="name tensors that the model marks and the policy decides about",
+    )
