@@ -20,9 +20,9 @@ from service.compile.scopes import BACKWARD, FORWARD, INPUT, OPTIMIZER, REMAT, S
 UNATTRIBUTED = "unattributed"
 _MOVES = frozenset(
     {
-        "all-gather", "all-gather-done", "all-gather-start", "all-reduce", "all-reduce-done", "all-reduce-start", "bitcast", "convert",
-        "copy", "copy-done", "copy-start", "get-tuple-element", "optimization-barrier", "reduce-scatter", "reshape", "slice", "transpose", "tuple",
-        "while",
+        "all-gather", "all-gather-done", "all-gather-start", "all-reduce", "all-reduce-done", "all-reduce-start", "bitcast",
+        "convert", "copy", "copy-done", "copy-start", "get-tuple-element", "optimization-barrier", "reduce-scatter", "reshape", "slice",
+        "transpose", "tuple", "while",
     }
 )  # fmt: skip
 """Opcodes that pass a value on without making a new one."""

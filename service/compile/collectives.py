@@ -1,8 +1,8 @@
 """Counts what crosses the links: every collective of the program, in every spelling, with its bytes and how often it runs per step.
 
 One collective can be written as one instruction, as a start and a done, as an asynchronous wrapper or a fusion that calls it, or as a
-chain of fusions that overlap it with compute; each is counted once. Sizes are those of the operands, never of a start's tuple. Bytes are per device
-and logical (tile padding does not cross links).
+chain of fusions that overlap it with compute; each is counted once. Sizes are those of the operands, never of a start's tuple. Bytes are
+per device and logical (tile padding does not cross links).
 
 Payload and wire bytes, for a group of n devices (ring or all-to-all factors):
 

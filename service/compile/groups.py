@@ -1,8 +1,8 @@
 """Which devices take part in a collective, in every spelling, and over which mesh axes that is.
 
 A group can be written as lists (`{{0,4},{1,5}}`), as an iota (`[2,2]<=[4]`), over a named mesh (`mesh['fsdp'=2,'expert'=4] {'expert'}`)
-or as source-target pairs. All are expanded to lists of positions in the program's device order, which is the mesh's own order, and then compared
-with the mesh: names in the module may be invented by the compiler (`axis_0`), so no name is trusted.
+or as source-target pairs. All are expanded to lists of positions in the program's device order, which is the mesh's own order, and then
+compared with the mesh: names in the module may be invented by the compiler (`axis_0`), so no name is trusted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Sources, all per chip: TPU7x, v6e and v5p from the comparison table of https://docs.cloud.google.com/tpu/docs/tpu7x; v5e from
 https://cloud.google.com/tpu/docs/v5e (its 6.4 Tbit/s of data-center network per 256-chip pod is 25 Gbit/s per chip); v4 from arXiv
-2304.01433, table 4: six links of 50 GB/s each way. Interconnect figures are published for both directions together, so one direction is half.
+2304.01433, table 4: six links of 50 GB/s each way. Interconnect figures are published for both directions together, so one direction
+is half.
 """
 
 from __future__ import annotations
