@@ -204,11 +204,14 @@ def test_the_largest_child_of_a_scenario_is_remembered_by_depth(store: SqlStore,
 def test_equal_artifacts_are_kept_once_and_come_back_whole(store: SqlStore, claim: Claiming, tmp_path: Path) -> None:
     content = json.dumps({"rows": list(range(50_000))}).encode()
     (tmp_path / "module").write_bytes(content)
+    written = []
     for identity in "ab":
         job = store.add_job(new_job(identity)).job
         lease = claim().lease
         store.save_report(lease, report_of(), artifacts={"candidate.hlo.pb": tmp_path / "module"})
         store.finish_job(lease, JobStatus.SUCCEEDED)
+        written.append([(path, path.stat().st_ino) for path in (tmp_path / "artifacts").rglob("*.zst")])
+    assert written[0] == written[1], "a reader of the first is not disturbed"
     (artifact,) = store.list_artifacts(job.id)
     assert (artifact.name, artifact.program, artifact.size_bytes) == ("candidate.hlo.pb", "candidate", len(content))
     assert 0 < artifact.stored_bytes < len(content) / 2
