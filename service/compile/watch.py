@@ -91,16 +91,16 @@ class Compilation:
 
 
 def yield_cores() -> None:
-    """Let the other threads of this process run only where no core has anything else to do.
+    """Let this thread run before the other threads of its process, from here on.
 
     Called when nothing more is wanted of a compile that cannot be stopped: what is left of it (code generation) would take cores from the
-    analysis. It cannot be undone without privileges.
+    analysis. Niceness and not the idle class: a thread that is never scheduled may hold a lock that the analysis waits for.
     """
     try:
         own = threading.get_native_id()
         for thread in os.listdir("/proc/self/task"):
             if int(thread) != own:
-                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
-    except (OSError, AttributeError):
-        # A courtesy to the analysis, without which the answer comes a little later.
+                os.setpriority(os.PRIO_PROCESS, int(thread), 10)
+    except OSError:
+        # A courtesy, without which the answer comes a little later: no /proc, or a thread that has just ended.
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -162,3 +164,20 @@ def test_real_compiler_never_writes_the_last_file_of_a_program_that_does_not_fit
     memory = read_memory(path.read_bytes())
     assert memory.argument_bytes == num_rows * 4096
     assert memory.allocated_bytes >= num_rows * 4096
+
+
+def test_cores_are_left_to_the_thread_that_asks_for_them() -> None:
+    # In a process of its own: the threads of this one are to keep their priority.
+    code = """
+import os, threading
+from service.compile.watch import yield_cores
+ready, done = threading.Event(), threading.Event()
+other = threading.Thread(target=lambda: (ready.set(), done.wait(30)))
+other.start()
+assert ready.wait(30)
+yield_cores()
+print(*(os.getpriority(os.PRIO_PROCESS, thread) - os.getpriority(os.PRIO_PROCESS, os.getppid()) for thread in (other.native_id, 0)))
+done.set()
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert answer.split() == ["10", "0"]
