@@ -90,7 +90,8 @@ def chunks_with_history(
     """The sequence as runs of consecutive tokens, each with `halo` tokens of history before it (zeros before the first).
 
     Global shapes; chunks are cut over `context` and lie in array order, so that `[:, :, halo:]` reshaped to [batch, seq] is `x` again.
-    Halo 0 sends nothing; otherwise every rank's payload is `halo_tokens` per sequence, whatever its length.
+    Halo 0 sends nothing; otherwise every rank's payload is `halo` tokens per sequence, twice that under DUAL_CHUNK_SWAP, however long
+    the sequence is.
 
     Raises:
         ValueError: the sequence does not divide, a chunk is shorter than the halo, or the order keeps no runs (striped).
@@ -128,8 +129,3 @@ def shift_left_in_time(x: Shaped[Array, "batch seq *rest"], *, order: Order = Or
     return jax.shard_map(
         partial(exchange_next_token, order=order), in_specs=P(None, CONTEXT), out_specs=P(None, CONTEXT), axis_names={CONTEXT}
     )(x)
-
-
-def halo_tokens(*, halo: int, cp: int, order: Order) -> int:
-    """Tokens per rank and sequence that one exchange moves: the program's payload on every rank, 2 * halo under DUAL_CHUNK_SWAP."""
-    return 0 if cp == 1 else chunks_per_rank(order) * halo

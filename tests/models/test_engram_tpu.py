@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-
-os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost")
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +20,9 @@ from service.models import axes
 from service.models.config import MeshAxes, deepseek_custom, v4_1_scale
 from service.models.engram import ShortConv
 from service.models.engram_table import TABLE_AXES, Cut, choose_cut, num_table_shards, read_rows
-from service.models.halo import halo_tokens, shift_left_in_time
+from service.models.halo import shift_left_in_time
 from service.models.hashing import HashMapping
-from service.models.order import Order
+from service.models.order import Order, chunks_per_rank
 from service.models.primes import num_padded_rows, num_table_rows
 from service.models.tokenizer import identity_table
 
@@ -36,8 +33,11 @@ COLLECTIVE = re.compile(r" = \(?(\w+)\[([\d,]*)\][^=]*? (all-gather|all-reduce|a
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _private_log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _compiler_without_a_tpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What libtpu reads when it is first loaded: no metadata server, no lock file, no log directory shared with others."""
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
+            patch.setenv(name, value)
         patch.setenv("TPU_LOG_DIR", str(tmp_path_factory.mktemp("tpu")))
         yield
 
@@ -68,7 +68,7 @@ def collectives(compiled: Any) -> list[tuple[str, str, int]]:
 def test_the_convolution_sends_its_halo_and_gathers_nothing(topology: str, sizes: dict[str, int], order: Order) -> None:
     # Its convolution: 4 streams of 1024 and a halo of 9, here on shorter sequences.
     mesh, model = mesh_on(topology, **sizes), deepseek_custom()
-    batch, seq_len, dim, cp = 4, 256, model.dim, sizes["context"]
+    batch, seq_len, dim = 4, 256, model.dim
     graph, state = nnx.split(nnx.eval_shape(lambda: ShortConv(model, param_dtype="bfloat16", rngs=nnx.Rngs(0))))
 
     def loss(state: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def test_the_convolution_sends_its_halo_and_gathers_nothing(topology: str, sizes
     found = collectives(compile_on(mesh, jax.grad(loss, argnums=(0, 1)), replicated, x, x))
     permutes = [size for kind, _, size in found if kind == "collective-permute"]
     # Forward and backward, each direction of each: one halo of this device's sequences.
-    halo_bytes = halo_tokens(halo=9, cp=cp, order=order) * (batch // 2) * 4 * dim * 2
+    halo_bytes = chunks_per_rank(order) * 9 * (batch // 2) * 4 * dim * 2
     assert sum(permutes) == 2 * halo_bytes
     assert not [kind for kind, _, _ in found if kind in ("all-gather", "all-to-all")]
     # What is left adds up the gradients of kernel and norm.
@@ -92,7 +92,7 @@ def test_the_shift_sends_one_token_and_gathers_nothing() -> None:
     for order in (Order.NATURAL, Order.DUAL_CHUNK_SWAP):
         found = collectives(compile_on(mesh, partial(shift_left_in_time, order=order), ids))
         assert {kind for kind, _, _ in found} == {"collective-permute"}
-        assert sum(size for _, _, size in found) == halo_tokens(halo=1, cp=4, order=order) * 3 * 4
+        assert sum(size for _, _, size in found) == chunks_per_rank(order) * 3 * 4
 
 
 def test_hashing_gathers_int32_ids_alone() -> None:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from service.models import axes
 from service.models.config import MeshAxes
-from service.models.halo import chunks_with_history, halo_tokens, shift_left_in_time
+from service.models.halo import chunks_with_history, shift_left_in_time
 from service.models.order import Order, chunks_per_rank, time_index, to_array_order, to_time_order
 
 RUNS = [Order.NATURAL, Order.DUAL_CHUNK_SWAP]
@@ -127,10 +127,6 @@ def test_a_halo_longer_than_a_chunk_is_refused_before_tracing_ends() -> None:
         jax.eval_shape(partial(chunks_with_history, halo=9), jnp.ones((8, 16, 3)))
 
 
-def permuted_shapes(lowered_text: str) -> list[str]:
-    return re.findall(r"stablehlo.collective_permute.*?-> tensor<([^>]+)>", lowered_text)
-
-
 @pytest.mark.parametrize("order", RUNS)
 def test_links_do_not_wrap_around(order: Order) -> None:
     with jax.set_mesh(mesh_of(4)):
@@ -142,9 +138,3 @@ def test_links_do_not_wrap_around(order: Order) -> None:
         found = {tuple(map(int, link.split(","))) for link in re.findall(r"\[(\d+, \d+)\]", links)}
         assert all(abs(source - target) == 1 for source, target in found)
         assert len(found) % 3 == 0
-
-
-def test_closed_form_counts_two_halos_under_load_balance() -> None:
-    assert halo_tokens(halo=9, cp=4, order=Order.DUAL_CHUNK_SWAP) == 18
-    assert halo_tokens(halo=9, cp=4, order=Order.NATURAL) == 9
-    assert halo_tokens(halo=9, cp=1, order=Order.NATURAL) == 0

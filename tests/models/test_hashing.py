@@ -87,6 +87,7 @@ def test_a_table_beyond_int32_is_refused_with_its_rows() -> None:
         num_padded_rows(2_147_483_646, 512)
 
 
+@settings(deadline=None)
 @given(num_rows=st.integers(1, 10**9), num_shards=st.integers(1, 1024))
 def test_padding_is_the_least_that_divides(num_rows: int, num_shards: int) -> None:
     padded = num_padded_rows(num_rows, num_shards)
@@ -94,6 +95,7 @@ def test_padding_is_the_least_that_divides(num_rows: int, num_shards: int) -> No
     assert 0 <= padded - num_rows < num_shards
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**31), layer=st.integers(0, 60), num_ids=st.integers(1, 2**31 - 1), max_ngram=st.integers(2, 8))
 def test_id_times_multiplier_never_leaves_int32(seed: int, layer: int, num_ids: int, max_ngram: int) -> None:
     multipliers = layer_multipliers(

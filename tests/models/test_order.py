@@ -27,6 +27,7 @@ def test_striped_rank_holds_every_cp_th_token() -> None:
     np.testing.assert_array_equal(time_index(6, 3, Order.STRIPED), [0, 3, 1, 4, 2, 5])
 
 
+@settings(deadline=None)
 @given(cp=st.integers(1, 8), chunk=st.integers(1, 7), order=ORDERS)
 def test_array_index_inverts_time_index(cp: int, chunk: int, order: Order) -> None:
     seq_len = 2 * cp * chunk
@@ -36,6 +37,7 @@ def test_array_index_inverts_time_index(cp: int, chunk: int, order: Order) -> No
     assert by_time.dtype == by_array.dtype == np.int32
 
 
+@settings(deadline=None)
 @given(cp=st.integers(1, 8), chunk=st.integers(1, 9))
 def test_load_balance_gives_every_rank_the_same_causal_work(cp: int, chunk: int) -> None:
     times = time_index(2 * cp * chunk, cp, Order.DUAL_CHUNK_SWAP).reshape(cp, -1)
@@ -85,6 +87,7 @@ def test_a_sequence_that_does_not_divide_is_refused_with_its_neighbours() -> Non
         check_sequence(3, cp=4, order=Order.NATURAL)
 
 
+@settings(deadline=None)
 @given(
     cp=st.integers(2, 8), chunk=st.integers(1, 20), halo=st.integers(0, 20), order=st.sampled_from([Order.NATURAL, Order.DUAL_CHUNK_SWAP])
 )
