@@ -18,6 +18,15 @@ def format_bytes(num_bytes: int | None) -> str:
     return f"{sign}{size} B"
 
 
+def format_delta(num_bytes: int | None) -> str:
+    """A difference in bytes with its sign: `+1.20 GiB`, `−64.00 KiB`, `no change`; None is `unknown`."""
+    if num_bytes is None:
+        return UNKNOWN
+    if num_bytes == 0:
+        return "no change"
+    return ("+" if num_bytes > 0 else "−") + format_bytes(abs(num_bytes))
+
+
 def format_count(count: int | None) -> str:
     """A whole number with thousands separators; None is `unknown`."""
     return UNKNOWN if count is None else f"{count:,}"

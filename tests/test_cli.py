@@ -185,6 +185,44 @@ def test_a_saved_report_is_read_again_as_it_was(run: Run, spec_file: Path, tmp_p
     assert documents.read_reports(out) == {"candidate": make_report(), "dropless": make_report("dropless", scale=1.7)}
 
 
+def test_two_saved_reports_are_compared_by_what_changed(run: Run, spec_file: Path, tmp_path: Path) -> None:
+    base, head = tmp_path / "base.json", tmp_path / "head.json"
+    for path, scale in ((base, 1.0), (head, 1.5)):
+        run("compile", str(spec_file), "--program", "candidate", "--out", str(path), reports={"candidate": make_report(scale=scale)})
+    before, after = make_report().peak_bytes, make_report(scale=1.5).peak_bytes
+    assert before is not None
+    assert after is not None
+    result, _ = run("compare", str(base), str(head))
+    assert result.exit_code == 0
+    assert f"peak +{(after - before) / 2**30:.2f} GiB (27.35 GiB → 41.03 GiB, +50.00 %)" in result.stdout
+    as_json, _ = run("compare", str(base), str(head), "--json")
+    diff = json.loads(as_json.stdout)["programs"]["candidate"]
+    assert sum(part["delta"] for part in diff["classes"]) == after - before
+
+
+def test_programs_that_have_no_counterpart_cannot_be_compared(run: Run, spec_file: Path, tmp_path: Path) -> None:
+    both, one = tmp_path / "both.json", tmp_path / "one.json"
+    run("compile", str(spec_file), "--out", str(both))
+    run("compile", str(spec_file), "--program", "candidate", "--out", str(one))
+    result, _ = run("compare", str(both), str(one), "--program", "dropless")
+    assert result.exit_code == 2
+    assert "no program dropless on both sides" in result.stderr
+    absent, _ = run("compare", str(both), str(tmp_path / "absent.json"))
+    assert absent.exit_code == 2
+    assert "there is no file" in absent.stderr
+
+
+def test_a_spec_that_retries_gets_its_pair(run: Run, spec_file: Path) -> None:
+    result, _ = run("compile", str(spec_file), "--json")
+    pair = json.loads(result.stdout)["pair"]
+    larger = make_report("dropless", scale=1.7)
+    assert (pair["worse_program"], pair["headroom_bytes"], pair["fits"]) == ("dropless", larger.headroom_bytes, True)
+    shown, _ = run("compile", str(spec_file))
+    assert "pair  ✓ fit  the worse is dropless, head-room 48.06 GiB" in shown.stdout
+    plain, _ = run("compile", str(spec_file), "--set", "moe.retry_when_tokens_dropped=false", "--json")
+    assert json.loads(plain.stdout)["pair"] is None
+
+
 def test_a_file_that_is_no_report_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"status": "ok"}')

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from service.errors import SpecError
-    from service.records import Report
+    from service.records import JobKind, Report
     from service.spec import Spec
     from weighbridge.client import Client
 
@@ -98,7 +98,7 @@ def compile_command(
     except KeyboardInterrupt:
         errors.print("interrupted; the compile was stopped")
         sys.exit(documents.EXIT_INTERRUPTED)
-    _answer(spec.scenario, reports, as_json=as_json, out=out, num_buffers=num_buffers)
+    _answer(spec, reports, as_json=as_json, out=out, num_buffers=num_buffers)
 
 
 @main.command(epilog=EXIT_CODES + "Without --wait: 0 once the job is accepted.")
@@ -140,7 +140,42 @@ def submit(
         reports = follow(client, job, spec.programs, page)
     if not reports:
         raise click.ClickException(f"job {job['id']} ended with nothing measured; see {page}")
-    _answer(spec.scenario, reports, as_json=as_json, out=None, num_buffers=num_buffers)
+    _answer(spec, reports, as_json=as_json, out=None, num_buffers=num_buffers)
+
+
+@main.command(
+    "steps",
+    epilog="Exit codes: 0 every check passed; 1 a check failed, or the devices are too small; 2 wrong spec; 3 failed; 5 timed out.",
+)
+@click.argument("spec_file", metavar="SPEC", type=_SPEC)
+@_set_option
+@_json_option
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Save the JSON here.")
+@click.option("--wall-limit", type=click.FloatRange(min=1), metavar="SECONDS", help="Kill the run after this long.")
+def steps_command(spec_file: Path, assignments: tuple[str, ...], as_json: bool, out: Path | None, wall_limit: float | None) -> None:
+    """Run real train steps of SPEC on the devices at hand, and check what a compile alone cannot prove."""
+    from weighbridge.extras import require
+
+    require("compile", "steps")
+    from service.steps.runner import ChildSteps
+    from weighbridge import documents, steps
+
+    spec = _read_spec(spec_file, assignments, kind="steps")
+    settings = _settings(child_wall_seconds=wall_limit)
+    errors = _stderr()
+    try:
+        report = steps.run_steps(spec, ChildSteps(), limits=settings.child_limits, errors=errors)
+    except KeyboardInterrupt:
+        errors.print("interrupted; the run was stopped")
+        sys.exit(documents.EXIT_INTERRUPTED)
+    text = documents.to_json(report.model_dump(mode="json"))
+    if out is not None:
+        _save(out, text)
+    if as_json:
+        click.echo(text, nl=False)
+    else:
+        steps.print_steps(_stdout(), spec.scenario, report)
+    sys.exit(steps.exit_code(report))
 
 
 @main.command(epilog="Exit code: 0 once both were read, whatever the difference; 2 when they cannot be compared.")
@@ -154,7 +189,7 @@ def compare(base: str, head: str, program: str | None, server: str | None, as_js
     from weighbridge.comparison import compare_reports
 
     with _client_errors():
-        compare_reports(base, head, program=program, server=server, as_json=as_json)
+        compare_reports(_stdout(), base, head, program=program, server=server, as_json=as_json)
 
 
 @main.command()
@@ -238,7 +273,9 @@ def _settings(**overrides: Any) -> Any:
         raise click.UsageError(str(error)) from error
 
 
-def _read_spec(path: Path, assignments: tuple[str, ...], *, programs: tuple[str, ...], depth: str | None) -> Spec:
+def _read_spec(
+    path: Path, assignments: tuple[str, ...], *, kind: JobKind = "compile", programs: tuple[str, ...] = (), depth: str | None = None
+) -> Spec:
     """The checked spec with everything the command line changes; a wrong one ends the command with exit code 2."""
     from service.errors import SpecError
     from service.spec import parse_spec, read_spec_text, require_kind
@@ -255,7 +292,7 @@ def _read_spec(path: Path, assignments: tuple[str, ...], *, programs: tuple[str,
             data = apply_overrides(data, assignments)
             data |= ({"programs": list(programs)} if programs else {}) | ({"depth": depth} if depth else {})
         spec = parse_spec(data)
-        require_kind(spec, "compile")
+        require_kind(spec, kind)
     except SpecError as error:
         _refuse_spec(str(path), error)
     return spec
@@ -269,20 +306,30 @@ def _refuse_spec(source: str, error: SpecError) -> NoReturn:
     sys.exit(EXIT_BAD_SPEC)
 
 
-def _answer(scenario: str, reports: Mapping[str, Report], *, as_json: bool, out: Path | None, num_buffers: int) -> NoReturn:
+def _answer(spec: Spec, reports: Mapping[str, Report], *, as_json: bool, out: Path | None, num_buffers: int) -> NoReturn:
     """Print the reports as asked and end with their exit code."""
+    from service.retry import weigh_retry
     from weighbridge.documents import document, exit_code, to_json
     from weighbridge.render import print_reports
 
-    text = to_json(document(reports))
+    pair = weigh_retry(spec.as_json(), tuple(reports.values()))
+    text = to_json(document(reports, pair))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text)
+        _save(out, text)
     if as_json:
         click.echo(text, nl=False)
     else:
-        print_reports(_stdout(), scenario, reports, num_buffers=num_buffers)
+        print_reports(_stdout(), spec.scenario, reports, pair=pair, num_buffers=num_buffers)
     sys.exit(exit_code(reports))
+
+
+def _save(path: Path, text: str) -> None:
+    """Raises click.ClickException: the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise click.FileError(str(path), error.strerror or str(error)) from error
 
 
 def follow(client: Client, job: Mapping[str, Any], programs: tuple[str, ...], page: str) -> dict[str, Report]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service.records import FailureKind, Report, ReportStatus
+from service.records import FailureKind, Pair, Report, ReportStatus
 from service.verdict_text import governing
 
 EXIT_FITS = 0
@@ -44,7 +44,7 @@ def worst_status(reports: Mapping[str, Report]) -> ReportStatus:
     return min((report.status for report in reports.values()), key=_SEVERITY.index)
 
 
-def document(reports: Mapping[str, Report], pair: Any = None) -> dict[str, Any]:
+def document(reports: Mapping[str, Report], pair: Pair | None = None) -> dict[str, Any]:
     """One program: its report. Several: the figures of the one that decides, every report by name, and the pair's."""
     if len(reports) == 1:
         return next(iter(reports.values())).model_dump(mode="json")

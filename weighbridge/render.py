@@ -10,7 +10,7 @@ from rich.text import Text
 
 from service.breakdown import module_tree
 from service.errors import Problem
-from service.records import BUFFER_CLASSES, Report, ReportStatus, Timings
+from service.records import BUFFER_CLASSES, Pair, Report, ReportStatus, Timings
 from service.units import UNKNOWN, format_bytes, format_count, format_parameters, format_seconds
 from service.verdict_text import TITLES, verdict_sentence
 
@@ -27,13 +27,16 @@ _MOST_COLLECTIVES = 8
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_reports(console: Console, scenario: str, reports: Mapping[str, Report], *, num_buffers: int) -> None:
-    """Every program of a spec, under one head line with what was weighed."""
+def print_reports(console: Console, scenario: str, reports: Mapping[str, Report], *, num_buffers: int, pair: Pair | None = None) -> None:
+    """Every program of a spec, under one head line with what was weighed, and the pair where they are one."""
     first = next(iter(reports.values()))
     console.print(Text.assemble((scenario, "bold"), "  ", (_subject(first), "dim")), soft_wrap=True)
     for report in reports.values():
         console.print()
         print_report(console, report, num_buffers=num_buffers)
+    if pair is not None:
+        console.print()
+        console.print(_pair(pair), soft_wrap=True)
 
 
 def print_report(console: Console, report: Report, *, num_buffers: int) -> None:
@@ -216,6 +219,22 @@ def _buffers(report: Report, num_buffers: int) -> Group:
             Text(where or buffer.name),
         )
     return _titled(f"Largest {len(shown)}{total} buffers at the peak", table)
+
+
+def _pair(pair: Pair) -> Text:
+    """Whether a step that replays dropped tokens fits: both programs, with the state that neither donates."""
+    answer, style = {True: ("✓ fit", "bold green"), False: ("✗ do not fit", "bold red"), None: ("? not known to fit", "bold yellow")}[
+        pair.fits
+    ]
+    ahead = {True: "fits", False: "does not fit", None: "is not known to fit"}[pair.fits_with_lookahead]
+    return Text.assemble(
+        ("pair  ", "bold"),
+        (answer, style),
+        f"  the worse is {pair.worse_program or UNKNOWN}, head-room {format_bytes(pair.headroom_bytes)}, "
+        f"with {format_bytes(pair.state_bytes)} of undonated state\n",
+        f"      one step ahead of the overflow flag needs {format_bytes(pair.lookahead_allocated_bytes)}, which {ahead}\n",
+        f"      expected step time: {pair.retry_cost}",
+    )
 
 
 def _findings(report: Report) -> Text:
