@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 CODE_BAND_BYTES = 512 << 20
 """Most program code that is reckoned with (2 to 300 MB were seen): closer than this to the capacity, only code generation can tell."""
 
+_MAX_LOG_BYTES = 8 << 20
+_KNOWN_WITHOUT_DUMP = frozenset({"depth", "topology", "num_devices", "num_parameters", "capacity_bytes", "compiler_message"})
+
 _TIMINGS = {
     "start": "start_seconds",
     "topology": "topology_seconds",
@@ -83,6 +86,9 @@ class Weighing:
             self._judge(compilation, capacity, context)
         except Exception as error:  # the border of the child: every error becomes a recorded failure
             traceback.print_exc()
+            if isinstance(error, AnalysisError):
+                # What was read from the dump is not to be trusted any more, all of it.
+                self._known = {name: value for name, value in self._known.items() if name in _KNOWN_WITHOUT_DUMP}
             self._known |= {"status": ReportStatus.FAILED, "failure": self._failure(error)}
         self._leave()
         return Report(
@@ -146,52 +152,61 @@ class Weighing:
         path = compilation.wait_for_dump()
         self._leave()
         assigned_seconds = self._lifeline.seconds
+        if not compilation.is_assigned:
+            # The compile has ended by being refused. Its word stands first, so that it is told even if the dump cannot be read.
+            self._conclude(compilation)
         if path is None:
             self._warnings.append("the compiler ended before it assigned buffers: of the memory, only its message is known")
-            self._conclude(compilation, None)
             return
         dump = path.read_bytes()
         memory = read_memory(dump)
         known_capacity = self._await_capacity(capacity)
+        self._known["capacity_bytes"] = known_capacity
         figures = {"peak_bytes": memory.peak_bytes, "allocated_bytes": memory.allocated_bytes, "capacity_bytes": known_capacity}
-        self._enter("analyse", figures)
+        self._enter("analyse", figures, since=assigned_seconds)
         is_code_decisive = known_capacity is None or memory.allocated_bytes > known_capacity - CODE_BAND_BYTES
-        is_awaited = self._request.depth == "full" or is_code_decisive or not compilation.is_assigned
+        is_awaited = compilation.is_assigned and (self._request.depth == "full" or is_code_decisive)
         if not is_awaited:
             yield_cores()
-        log = child_log(self._work_dir)
-        compiler_log = log.read_text(errors="replace") if log.exists() else ""
-        analysis = analyse(dump, context=replace(context, capacity_bytes=known_capacity, compiler_log=compiler_log))
-        self._known |= {**analysis.fields, "capacity_bytes": known_capacity}
+        analysis = analyse(dump, context=replace(context, capacity_bytes=known_capacity, compiler_log=self._read_log()))
+        self._known |= analysis.fields
         if known_capacity is not None:
             self._known["headroom_bytes"] = known_capacity - memory.allocated_bytes
         self._keep_artifacts(path, analysis.artifacts)
-        self._known["status"] = ReportStatus.OK
         if is_awaited:
             self._enter("code_generation", figures)
+            self._known["depth"] = "full"
             self._conclude(compilation, memory)
-            if compilation.is_assigned:
-                self._known["depth"] = "full"
-                # Ran beside the analysis, so this is more than the phase shows.
-                self._timings["code_generation_seconds"] = self._lifeline.seconds - assigned_seconds
+            # It ran beside the analysis: the phase alone shows less.
+            self._timings["code_generation_seconds"] = self._lifeline.seconds - assigned_seconds
+        else:
+            self._known.setdefault("status", ReportStatus.OK)
 
-    def _conclude(self, compilation: Compilation, memory: MemoryDump | None) -> None:
-        """Wait for the compile's end and fill in its verdict."""
+    def _conclude(self, compilation: Compilation, memory: MemoryDump | None = None) -> None:
+        """Wait for the compile's end and fill in its verdict; `memory` is what it must agree with, None where it was refused before."""
         try:
             compiled = compilation.wait()
         except Exception as error:
             verdict = classify_error(str(error))
             if verdict.kind is ErrorKind.HBM:
                 self._known |= {"status": ReportStatus.DOES_NOT_FIT, "compiler_message": verdict.message}
-            elif memory is not None and compilation.is_assigned and self._request.depth == "memory":
-                # Not asked to generate code, and in the band where only that tells.
+            elif memory is not None and self._request.depth == "memory":
+                # Code was generated only because it decides whether the program fits, which it then does not say.
                 self._known |= {"status": ReportStatus.UNKNOWN, "compiler_message": verdict.message}
                 self._warnings.append("so close to the capacity that the program's code decides whether it fits, and generating it failed")
             else:
                 raise
             return
         assert memory is not None, "a compile that succeeds has assigned buffers"
-        self._known["code_bytes"] = compare_with_compiler(memory, compiled.memory_analysis())
+        self._known |= {"status": ReportStatus.OK, "code_bytes": compare_with_compiler(memory, compiled.memory_analysis())}
+
+    def _read_log(self) -> str:
+        """What the compiler has printed so far, in this process: the parent keeps stderr in a file."""
+        try:
+            with child_log(self._work_dir).open("rb") as file:
+                return file.read(_MAX_LOG_BYTES).decode(errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def _keep_artifacts(self, dump: Path, artifacts: Mapping[str, bytes]) -> None:
         """Leave the files for keeping where the request wants them; the names begin with the program's."""
@@ -235,19 +250,19 @@ class Weighing:
             return Failure(
                 kind=FailureKind.LOWERING, message=message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
             )
+        verdict = classify_error(str(error))
+        if verdict.kind is ErrorKind.LOCK_FILE:
+            raise LockedError(verdict.message) from error
         if isinstance(error, jax.errors.JaxRuntimeError):
-            verdict = classify_error(str(error))
-            if verdict.kind is ErrorKind.LOCK_FILE:
-                raise LockedError(verdict.message) from error
             return verdict.as_failure()
         kind = {"topology": FailureKind.UNSUPPORTED, "analyse": FailureKind.ANALYSIS}.get(self._phase, FailureKind.COMPILER)
         return Failure(kind=kind, message=f"{type(error).__name__}: {message}")
 
-    def _enter(self, phase: str, data: Mapping[str, Any] | None = None) -> None:
+    def _enter(self, phase: str, data: Mapping[str, Any] | None = None, *, since: float | None = None) -> None:
         """Begin a phase, which ends the one before, and say so."""
         self._leave()
-        self._phase, self._entered = phase, self._lifeline.seconds
-        self._lifeline.send({"event": "progress", "name": phase, "seconds": self._entered, "data": data or {}})
+        self._phase, self._entered = phase, self._lifeline.seconds if since is None else since
+        self._lifeline.send({"event": "progress", "name": phase, "seconds": self._lifeline.seconds, "data": data or {}})
 
     def _leave(self) -> None:
         name = _TIMINGS.get(self._phase)

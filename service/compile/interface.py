@@ -38,10 +38,11 @@ class ChildLimits(Record):
 class ProgressEvent(Record):
     """A phase the child entered."""
 
-    name: str = Field(description="start, topology, build, trace, lower, compile, analyse, code_generation, retry")
+    name: str = Field(description="topology, build, trace, lower, compile, analyse, code_generation, retry")
     seconds: float = Field(description="since the child process started")
     data: Mapping[str, Any] = Field(
-        default={}, description="analyse and code_generation: allocated_bytes, capacity_bytes; retry: reason. Empty for the others"
+        default={},
+        description="analyse and code_generation: peak_bytes, allocated_bytes, capacity_bytes; retry: reason. Empty for the others",
     )
 
 

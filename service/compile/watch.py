@@ -98,9 +98,10 @@ def yield_cores() -> None:
     """
     try:
         own = threading.get_native_id()
+        niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
         for thread in os.listdir("/proc/self/task"):
             if int(thread) != own:
-                os.setpriority(os.PRIO_PROCESS, int(thread), 10)
+                os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
     except OSError:
         # A courtesy, without which the answer comes a little later: no /proc, or a thread that has just ended.
         return

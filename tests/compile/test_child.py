@@ -160,6 +160,17 @@ def test_what_cannot_be_lowered_is_told_in_the_models_words(weigh: Weigher, kind
     assert report.topology["name"] == "v5e-4"
 
 
+@pytest.mark.parametrize("state_bytes", [1024, CAPACITY + 512], ids=["fits", "does not fit"])
+def test_of_a_dump_that_does_not_add_up_nothing_is_reported_but_the_compilers_word(weigh: Weigher, state_bytes: int) -> None:
+    report = weigh(sized("cannot-be-analysed", state_bytes))
+    assert report.status is ReportStatus.FAILED
+    assert report.failure is not None
+    assert (report.failure.kind, report.failure.message) == (FailureKind.ANALYSIS, "the replay ends 3 bytes above the allocation")
+    assert (report.peak_bytes, report.allocated_bytes, report.headroom_bytes, report.buffers) == (None, None, None, ())
+    assert report.capacity_bytes == CAPACITY
+    assert ("exceeds available HBM" in (report.compiler_message or "")) is (state_bytes > CAPACITY)
+
+
 def test_both_depths_of_a_real_spec_agree_in_every_figure(weigh: Weigher) -> None:
     memory, full = (weigh(TINY, depth, command=CHILD_COMMAND) for depth in ("memory", "full"))
     assert (memory.status, full.status) == (ReportStatus.OK, ReportStatus.OK)
