@@ -89,11 +89,11 @@ def percent(part: float, whole: float) -> float:
     return round(100 * part / whole, 3) if whole else 0.0
 
 
-def gauge(report: Report) -> Gauge | None:
-    """The gauge of a measured program; None where nothing was measured."""
+def gauge(report: Report, *, full: int | None = None) -> Gauge | None:
+    """The gauge of a measured program, on a scale of at least `full` bytes; None where nothing was measured."""
     if report.allocated_bytes is None or report.peak_bytes is None:
         return None
-    full = max(report.allocated_bytes, report.capacity_bytes or 0) * _MARGIN
+    whole = max(report.allocated_bytes, report.capacity_bytes or 0, full or 0) * _MARGIN
     parts = [(name, class_css(name), report.classes[name]) for name in _ordered_classes(report.classes)]
     if not parts:
         parts = [("alive at the peak", "c-temporaries", report.peak_bytes)]
@@ -101,17 +101,17 @@ def gauge(report: Report) -> Gauge | None:
     segments, start = [], 0
     for name, css_class, num_bytes in parts:
         if num_bytes > 0:
-            segments.append(Segment(name, css_class, num_bytes, percent(start, full), percent(num_bytes, full)))
+            segments.append(Segment(name, css_class, num_bytes, percent(start, whole), percent(num_bytes, whole)))
         start += num_bytes
     capacity = report.capacity_bytes
     over = 0 if capacity is None else max(0, report.allocated_bytes - capacity)
     return Gauge(
         segments=tuple(segments),
         legend=tuple(segment for segment in segments if segment.width >= _VISIBLE),
-        ticks=scale_ticks(full),
-        allocated_position=percent(report.allocated_bytes, full),
-        capacity_position=None if capacity is None else percent(capacity, full),
-        over_width=percent(over, full),
+        ticks=scale_ticks(whole),
+        allocated_position=percent(report.allocated_bytes, whole),
+        capacity_position=None if capacity is None else percent(capacity, whole),
+        over_width=percent(over, whole),
     )
 
 

@@ -129,6 +129,8 @@ def _program_line(summary: ReportSummary) -> ProgramLine:
 
 def _mesh_topology(spec: Mapping[str, Any]) -> str:
     mesh = spec.get("mesh") or {}
+    if mesh.get("topology") is None:
+        return str((spec.get("steps") or {}).get("devices", ""))
     slices = mesh.get("slices", 1)
     name = mesh.get("topology") or "real devices"
     return f"{slices} × {name}" if slices != 1 else str(name)

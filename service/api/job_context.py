@@ -11,7 +11,10 @@ import yaml
 
 from service.api import charts
 from service.api.contexts import JOB_STATES, VERDICTS, Moment, Verdict, moment, topology_sentence
-from service.records import BUFFER_CLASSES, TERMINAL, Buffer, Collective, Event, Failure, Job, JobStatus, Report, Timeline, Timings
+from service.api.steps_context import StepsView, event_detail, steps_sentence
+from service.records import BUFFER_CLASSES, TERMINAL, Buffer, Collective, Event, Failure, Job, JobStatus, Pair, Report, Timeline, Timings
+from service.retry import weigh_retry
+from service.steps.interface import STEPS_PROGRAM
 from service.storage.interface import Artifact
 from service.units import format_bytes, format_parameters
 from service.verdict_text import governing, verdict_sentence
@@ -28,6 +31,12 @@ PHASES: Mapping[str, str] = {
 }
 
 _SMALL_SHARE = 0.001
+
+_PAIR_VERDICTS: Mapping[bool | None, Verdict] = {
+    True: Verdict("fits", "Both fit"),
+    False: Verdict("over", "The pair does not fit"),
+    None: Verdict("open", "The pair is undecided"),
+}
 
 _ARGUMENT_CLASSES = frozenset(BUFFER_CLASSES[: BUFFER_CLASSES.index("other_arguments") + 1])
 """Arguments come from outside the program: the source line the compiler gives them is that of the call, the same for all."""
@@ -177,6 +186,10 @@ class JobContext:
     """Sequence of the newest event shown: the script listens from there on."""
     tabs: tuple[ProgramTab, ...]
     program: ProgramView | None
+    real_steps: StepsView | None
+    """Of a job of kind steps; such a job has no programs."""
+    pair: Pair | None
+    pair_verdict: Verdict | None
     failure: Failure | None
     steps: tuple[Step, ...]
     artifacts: tuple[ArtifactLine, ...]
@@ -188,16 +201,23 @@ class JobContext:
 
 
 def job_context(
-    job: Job, reports: Sequence[Report], *, program: str | None, events: Sequence[Event], artifacts: Sequence[Artifact]
+    job: Job,
+    reports: Sequence[Report],
+    *,
+    program: str | None,
+    events: Sequence[Event],
+    artifacts: Sequence[Artifact],
+    real_steps: StepsView | None = None,
 ) -> JobContext:
     """The page of `job` with the report of `program`, or of the program that decides where none is named or it is not there."""
     chosen = next((report for report in reports if report.program == program), None) or governing(reports)
     mesh = job.spec.get("mesh") or {}
+    pair = weigh_retry(job.spec, reports)
     return JobContext(
         title=job.scenario,
         job=job,
         state=JOB_STATES[job.status],
-        topology=topology_sentence(mesh.get("topology"), int(mesh.get("slices", 1))),
+        topology=steps_sentence(job.spec) if job.kind == "steps" else topology_sentence(mesh.get("topology"), int(mesh.get("slices", 1))),
         is_live=job.status not in TERMINAL,
         last_event=events[-1].sequence if events else 0,
         tabs=tuple(
@@ -211,8 +231,11 @@ def job_context(
             for report in reports
         ),
         program=None if chosen is None else program_view(chosen),
+        real_steps=real_steps,
+        pair=pair,
+        pair_verdict=None if pair is None else _PAIR_VERDICTS[pair.fits],
         failure=job.failure if job.failure else chosen.failure if chosen else None,
-        steps=tuple(_step(event) for event in events),
+        steps=tuple(step for event in events if (step := _step(event)) is not None),
         artifacts=tuple(ArtifactLine(entry.name, f"/api/v1/jobs/{job.id}/artifacts/{entry.name}", entry.size_bytes) for entry in artifacts),
         spec_yaml=yaml.safe_dump(json.loads(json.dumps(dict(job.spec))), sort_keys=False, allow_unicode=True, width=100),
         created=moment(job.created_at),
@@ -362,10 +385,13 @@ def _toolchain(report: Report) -> tuple[tuple[str, str], ...]:
     return tuple(rows)
 
 
-def _step(event: Event) -> Step:
+def _step(event: Event) -> Step | None:
     at = moment(event.created_at)
     assert at is not None
     data = event.data
+    if event.name == "progress" and data.get("program") == STEPS_PROGRAM:
+        detail = event_detail(event)
+        return None if detail is None else Step(at, str(data.get("name", "")).replace("_", " "), detail)
     if event.name == "progress":
         return Step(at, str(data.get("name", "")).replace("_", " "), f"{data.get('program', '')} · {data.get('seconds', 0):.1f} s")
     detail = " · ".join(f"{name.replace('_', ' ')} {_plain(name, value)}" for name, value in data.items() if value is not None)

@@ -15,9 +15,11 @@ from starlette.concurrency import run_in_threadpool
 
 from service import units
 from service.api import contexts, static_files
+from service.api.compare_context import compare_context
 from service.api.dependencies import SettingsDep, StoreDep
 from service.api.job_context import job_context
 from service.api.jobs import JobRequest, add_job
+from service.api.steps_context import find_steps
 from service.compile.capacity_cache import CapacityCache
 from service.compile.catalog import FAMILIES, named_topologies
 from service.compile.toolchain import read_toolchain
@@ -41,6 +43,7 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         bytes=units.format_bytes,
+        delta=units.format_delta,
         count=units.format_count,
         parameters=units.format_parameters,
         seconds=units.format_seconds,
@@ -91,12 +94,14 @@ def jobs_page(
 @router.get("/jobs/{job_id}")
 def job_page(store: StoreDep, job_id: str, program: str = "") -> Response:
     """One job, with the report of one program."""
+    job = store.get_job(job_id)
     context = job_context(
-        store.get_job(job_id),
+        job,
         store.list_reports(job_id),
         program=program or None,
         events=store.list_events(job_id),
         artifacts=store.list_artifacts(job_id),
+        real_steps=find_steps(store, job) if job.kind == "steps" else None,
     )
     return render("job.html", context)
 
@@ -106,6 +111,14 @@ def cancel_job(store: StoreDep, job_id: str) -> Response:
     """Ask for a job to be stopped, then show it."""
     store.request_cancel(job_id)
     return RedirectResponse(f"/jobs/{job_id}", status_code=303)
+
+
+@router.get("/compare")
+def compare_page(store: StoreDep, base: str = "", head: str = "", program: str = "") -> Response:
+    """Two jobs side by side, or the choice of two where either is not named."""
+    sides = [(store.get_job(job_id), store.list_reports(job_id)) if job_id else None for job_id in (base.strip(), head.strip())]
+    recent = store.list_jobs(JobFilter(status=JobStatus.SUCCEEDED, kind="compile"), limit=100).jobs
+    return render("compare.html", compare_context(base=sides[0], head=sides[1], program=program or None, recent=recent))
 
 
 @router.get("/catalog")

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.api import charts
+from service.api.compare_context import compare_context
 from service.api.contexts import jobs_context
 from service.api.job_context import job_context, json_for_script, program_view
 from service.api.pages import render
@@ -197,6 +198,54 @@ def test_a_list_is_live_while_a_job_in_it_is_on_its_way() -> None:
 def test_older_jobs_keep_the_filter() -> None:
     context = jobs_context([make_job()], {}, filters={"status": "failed", "scenario": "a b"}, next_cursor="c/1")
     assert context.next_href == "/jobs?status=failed&scenario=a+b&cursor=c%2F1"
+
+
+def test_a_comparison_says_what_makes_up_the_difference() -> None:
+    base, head = make_report(), make_report(scale=1.5)
+    context = compare_context(base=(make_job(1), [base]), head=(make_job(2), [head]), program=None, recent=[])
+    difference = context.difference
+    assert difference is not None
+    assert base.peak_bytes is not None
+    assert head.peak_bytes is not None
+    assert difference.headline == "The peak grew by 13.68 GiB (+50.00 %)"
+    assert sum(row.delta_bytes or 0 for row in difference.classes) == head.peak_bytes - base.peak_bytes
+    assert sum(row.entry.delta_bytes for row in difference.buffers) == head.peak_bytes - base.peak_bytes
+    left, right = (side.gauge for side in context.sides)
+    assert left is not None
+    assert right is not None
+    assert left.capacity_position == right.capacity_position
+    assert {row.name: row.css_class for row in difference.totals}["headroom"] == "more"
+
+
+def test_bars_of_a_comparison_grow_to_either_side_of_the_middle() -> None:
+    base = make_report()
+    classes = dict(base.classes) | {"logits": base.classes["logits"] - 40, "gradients": base.classes["gradients"] + 40}
+    head = base.model_copy(update={"classes": classes})
+    difference = compare_context(base=(make_job(1), [base]), head=(make_job(2), [head]), program=None, recent=[]).difference
+    assert difference is not None
+    assert difference.headline == "The peak is the same, to the byte"
+    assert [(row.name, row.start, row.width, row.css_class) for row in difference.classes] == [
+        ("gradients", 50.0, 50.0, "more"),
+        ("logits", 0.0, 50.0, "less"),
+    ]
+
+
+def test_what_cannot_be_compared_is_said_in_words() -> None:
+    failed = Report(program="candidate", status=ReportStatus.FAILED, depth="memory")
+    context = compare_context(base=(make_job(1), [failed]), head=(make_job(2), [make_report()]), program=None, recent=[])
+    assert context.difference is None
+    assert context.notice == "Nothing was measured in the base job, so there is nothing to compare."
+
+
+def test_a_pair_stands_on_the_page_of_a_spec_that_retries() -> None:
+    spec = dict(make_job().spec) | {"moe": {"retry_when_tokens_dropped": True}}
+    reports = [make_report(), make_report("dropless", scale=1.7)]
+    context = job_context(make_job(spec=spec), reports, program=None, events=[], artifacts=[])
+    assert context.pair is not None
+    assert (context.pair.worse_program, context.pair.headroom_bytes) == ("dropless", reports[1].headroom_bytes)
+    html = bytes(render("job.html", context).body).decode()
+    assert "dropless, with 48.06 GiB of head-room" in html
+    assert job_context(make_job(), reports, program=None, events=[], artifacts=[]).pair is None
 
 
 def test_templates_compute_nothing() -> None:

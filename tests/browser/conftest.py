@@ -44,6 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     crash = Failure(kind=FailureKind.CRASHED, message="the child ended by signal 11", log_tail="E0000 before\nF0000 Check <failed>: x > y")
     failed = Report(program="candidate", status=ReportStatus.FAILED, depth="memory", failure=crash)
     site.jobs["fits"] = add(store, "deepseek-v3-671b-v5p-512", [make_report(), make_report("dropless", scale=1.7)])
+    site.jobs["later"] = add(store, "deepseek-v3-671b-v5p-512", [make_report(scale=1.12), make_report("dropless", scale=1.9)])
     site.jobs["over"] = add(store, "deepseek-v3-671b-v5p-128", [make_report(scale=4)])
     site.jobs["failed"] = add(store, "broken-v5p-8", [failed], failure=crash)
     site.jobs["running"] = start(store, "a-scenario-with-quite-a-long-name-that-still-has-to-fit-a-narrow-screen")[0]

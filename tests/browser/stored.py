@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 from service.records import Failure, JobStatus, Report
 from service.storage.interface import Lease, NewJob
 from service.storage.store import SqlStore
@@ -11,7 +13,9 @@ from tests.browser.samples import make_job
 def start(store: SqlStore, scenario: str, programs: tuple[str, ...] = ("candidate",)) -> tuple[str, Lease]:
     """A job that a worker has taken and begun; its id, and the lease to go on with it."""
     spec = dict(make_job().spec) | {"scenario": scenario}
-    new = NewJob(scenario=scenario, spec=spec, spec_hash=scenario, identity=scenario, programs=programs, child_memory_bytes=1)
+    # An identity of its own, or a second job of the scenario would be answered from the first.
+    identity = uuid.uuid4().hex
+    new = NewJob(scenario=scenario, spec=spec, spec_hash=identity, identity=identity, programs=programs, child_memory_bytes=1)
     job = store.add_job(new).job
     claim = store.claim_job("worker", kinds=("compile",), memory_bytes=None, lease_seconds=3600, max_attempts=3)
     assert claim is not None

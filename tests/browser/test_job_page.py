@@ -138,7 +138,20 @@ def weakest_contrast(page: Page) -> float:
 
 @pytest.mark.parametrize("visit", [PHONE], indirect=True)
 @pytest.mark.parametrize(
-    "path", ["/", "/jobs", "/jobs/{fits}", "/jobs/{over}", "/jobs/{failed}", "/jobs/{running}", "/catalog", "/submit", "/compare", "/none"]
+    "path",
+    [
+        "/",
+        "/jobs",
+        "/jobs/{fits}",
+        "/jobs/{over}",
+        "/jobs/{failed}",
+        "/jobs/{running}",
+        "/catalog",
+        "/submit",
+        "/compare",
+        "/compare?base={fits}&head={later}",
+        "/none",
+    ],
 )
 def test_nothing_scrolls_sideways_on_a_phone(visit: Visit, path: str) -> None:
     page = visit.page

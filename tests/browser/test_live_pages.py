@@ -67,3 +67,14 @@ def test_jobs_are_filtered_by_state(visit: Visit) -> None:
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_role("link", name="broken-v5p-8")).to_be_visible()
     expect(page.get_by_role("link", name="deepseek-v3-671b-v5p-512")).to_have_count(0)
+
+
+def test_two_jobs_are_chosen_and_compared(visit: Visit) -> None:
+    page = visit.open(f"/jobs/{visit.site.jobs['later']}")
+    page.get_by_role("link", name="Compare", exact=True).last.click()
+    page.get_by_label("Base").fill(visit.site.jobs["fits"])
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_role("region", name="Verdict")).to_contain_text("The peak grew by 5.47 GiB (+11.76 %)")
+    page.get_by_label("Program").select_option("candidate")
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_role("region", name="Verdict")).to_contain_text("Peak 27.35 GiB → 30.64 GiB")

@@ -3,9 +3,34 @@
 const panel = document.querySelector("[data-progress]");
 
 function describe(name, data) {
+  if (name === "progress" && data.program === "steps") return describeSteps(data.name, data.data, data.seconds);
   if (name === "progress") return [data.name.replaceAll("_", " "), `${data.program} · ${data.seconds.toFixed(1)} s`];
   const known = ["status", "program", "attempt", "worker", "reason"].filter((key) => data[key] !== undefined && data[key] !== null);
   return [name.replaceAll("_", " "), known.map((key) => `${key} ${data[key]}`).join(" · ")];
+}
+
+// Null for what is not worth a line.
+function describeSteps(name, data, seconds) {
+  if (name === "known") return null;
+  if (name === "step") {
+    const last = data.steps.at(-1);
+    return ["step", `step ${last.step}, loss ${last.metrics.loss ?? "not finite"}`];
+  }
+  if (name === "check") return ["check", `${data.name.replaceAll("_", " ")}: ${data.status.replaceAll("_", " ")}`];
+  return [name, `${seconds.toFixed(1)} s`];
+}
+
+// Draws the curves of real steps again from a fresh page, at most every two seconds.
+let isRefreshing = false;
+function refreshCurves() {
+  const shown = document.querySelector("[data-live]");
+  if (!shown || isRefreshing) return;
+  isRefreshing = true;
+  setTimeout(async () => {
+    const page = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html");
+    shown.replaceWith(page.querySelector("[data-live]"));
+    isRefreshing = false;
+  }, 2000);
 }
 
 if (panel) {
@@ -14,7 +39,10 @@ if (panel) {
   const names = ["queued", "claimed", "progress", "report", "cancel_requested", "released", "lease_lost", "finished"];
   for (const name of names) {
     source.addEventListener(name, (event) => {
-      const [title, detail] = describe(name, JSON.parse(event.data));
+      const line = describe(name, JSON.parse(event.data));
+      refreshCurves();
+      if (!line) return;
+      const [title, detail] = line;
       const item = document.createElement("li");
       const note = document.createElement("span");
       note.className = "dim";
