@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from service.models.axes import check_divides, spec
 from service.models.config import ProgramName, StepConfig, TrainConfig
 from service.models.decoder import Decoder, Losses, stack_names
+from service.models.generator import make_key
 from service.models.gradients import make_probes
 from service.models.hashing import HashMapping
 from service.models.layer import Program
@@ -96,7 +97,7 @@ def init_state(config: StepConfig, mesh: Mesh, seed: int) -> State:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, _abstract_state(config, _build(program, mesh), mesh))
 
     def make() -> State:
-        _, params, bias = nnx.split(Decoder(program, rngs=nnx.Rngs(params=seed)), nnx.Param, RouterBias)
+        _, params, bias = nnx.split(Decoder(program, rngs=nnx.Rngs(params=make_key(seed))), nnx.Param, RouterBias)
         params = nnx.to_pure_dict(params)
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, _moment_dtype(config.train)))
         return _assemble(params, zeros(params), zeros(params), nnx.to_pure_dict(bias), jnp.int32(0))
@@ -122,7 +123,7 @@ def _program(config: StepConfig, name: ProgramName, mesh: Mesh, token_table: np.
 
 def _build(program: Program, mesh: Mesh) -> _Built:
     with jax.set_mesh(mesh):  # an Engram table's rows are padded to the mesh
-        model = nnx.eval_shape(lambda: Decoder(program, rngs=nnx.Rngs(params=0)))
+        model = nnx.eval_shape(lambda: Decoder(program, rngs=nnx.Rngs(params=make_key(0))))
     return _Built(*nnx.split(model, nnx.Param, RouterBias))
 
 
