@@ -154,6 +154,10 @@ and alive when the backward pass begins; `rematerialised` are made by the forwar
 """
 
 
+STATE_CLASSES = ("parameters", "optimizer_first_moment", "optimizer_second_moment", "router_bias")
+"""The classes that make up the training state, but for its step counter."""
+
+
 class Peak(Record):
     """A maximum of the timeline that stands out: what is left to fix once the higher ones are."""
 

@@ -19,6 +19,7 @@ from service.compile.integrity import check_against_program
 from service.compile.memory import MemoryDump, replay
 from service.compile.scope_search import ScopeSearch
 from service.compile.timeline import build_timeline, outstanding_maxima
+from service.errors import AnalysisError
 from service.models.config import StepConfig
 from service.records import Peak
 
@@ -61,6 +62,14 @@ def analyse(dump: bytes, *, context: AnalysisContext) -> Analysis:
     Raises:
         AnalysisError: the dump is truncated or corrupted, does not add up, or contradicts the context; nothing of it is to be trusted then.
     """
+    try:
+        return _analyse(dump, context)
+    except (ArithmeticError, AssertionError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # The parts trust the dump where nothing in it can be compared; what breaks them is a dump no compiler wrote, or a fault of theirs.
+        raise AnalysisError(f"the dump of {len(dump)} bytes cannot be read ({type(error).__name__}: {error}); compile again") from error
+
+
+def _analyse(dump: bytes, context: AnalysisContext) -> Analysis:
     proto = parse_dump(dump)
     memory = replay(proto)
     program = Program(proto.hlo_module)

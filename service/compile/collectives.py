@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from service.compile.cross_slice import transfer_kind
 from service.compile.groups import Mesh, Reach, reach_of
 from service.compile.hlo import Instruction, Program
 from service.compile.scope_search import ScopeSearch
@@ -91,6 +92,9 @@ def is_collective(instruction: Instruction) -> bool:
     if instruction.opcode.endswith(("-done", "-update")):
         return False
     proto = instruction.proto
+    if instruction.opcode in ("send", "recv") and proto.is_host_transfer:
+        # To the host, unless the multi-slice runtime stands behind it; the receiving half is not counted again.
+        return transfer_kind(instruction) is not None
     return bool(_FAMILY.match(instruction.opcode) or proto.source_target_pairs or proto.replica_groups) or any(
         proto.HasField(field) for field in ("collective_device_list", "iota_collective_device_list", "mesh_axes_replica_group_list")
     )
@@ -155,7 +159,7 @@ def _is_overlapped(instruction: Instruction) -> bool:
 def _instance(
     program: Program, mesh: Mesh, search: ScopeSearch, outer: Instruction, inner: Instruction, count: Count
 ) -> CollectiveInstance:
-    kind = base_opcode(inner.opcode)
+    kind = transfer_kind(inner) or base_opcode(inner.opcode)
     if kind == "all-reduce" and outer.opcode == "fusion" and _keeps_a_slice(program, outer):
         kind = "reduce-scatter"
     reach = reach_of(inner, mesh)
@@ -184,7 +188,10 @@ def _instance(
 def _payload_shapes(program: Program, instruction: Instruction, kind: str) -> list[Any]:
     """The array shapes a device puts in: of the data operands, not of offsets, sizes or destination buffers."""
     operands = [program.instructions[operand].shape for operand in instruction.operands]
-    if kind == "ragged-all-to-all" and len(operands) > 1:
+    if instruction.opcode == "send":
+        # Its other operand is a token.
+        operands = operands[:1]
+    elif kind == "ragged-all-to-all" and len(operands) > 1:
         # Over all devices, no more rows are sent than the operands hold, nor received than the output buffers hold.
         operands = [min(operands[:2], key=lambda shape: logical_bytes(shape) or 0)]
     elif kind == "collective-permute" and len(operands) == 4:

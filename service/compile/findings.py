@@ -17,10 +17,9 @@ from service.compile.halo import local_batch
 from service.compile.hlo import Program
 from service.compile.memory import MemoryDump
 from service.models.config import StepConfig
-from service.records import Finding, HaloUse, Report
+from service.records import STATE_CLASSES, Finding, HaloUse, Report
 from service.units import format_bytes
 
-STATE_CLASSES = ("parameters", "optimizer_first_moment", "optimizer_second_moment", "router_bias")
 _NOTABLE_SHARE = 0.01
 """Share of the peak below which a buffer is not worth a finding."""
 _NOTABLE_BYTES = 1 << 20

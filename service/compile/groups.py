@@ -11,17 +11,19 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from service.compile.cross_slice import transfer_groups, transfer_kind
 from service.compile.hlo import Instruction
 from service.errors import AnalysisError
 
 ICI, DCN = "ici", "dcn"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mesh:
     """Axis names and sizes in mesh order, and the slice that each device of the flattened mesh is in."""
 
@@ -31,6 +33,11 @@ class Mesh:
     @property
     def num_devices(self) -> int:
         return math.prod(self.axes.values())
+
+    @cached_property
+    def slices(self) -> list[list[int]]:
+        """For each slice the mesh positions of its devices, in order."""
+        return [[position for position, on in enumerate(self.device_slices) if on == number] for number in sorted(set(self.device_slices))]
 
     def coordinates(self, position: int) -> tuple[int, ...]:
         return tuple(int(c) for c in np.unravel_index(position, tuple(self.axes.values()) or (1,)))
@@ -60,9 +67,16 @@ def reach_of(instruction: Instruction, mesh: Mesh) -> Reach:
         AnalysisError: the groups name devices outside the mesh, or leave devices out.
     """
     proto = instruction.proto
-    if proto.source_target_pairs:
-        return _reach_of_pairs(instruction.name, [(pair.source, pair.target) for pair in proto.source_target_pairs], mesh)
-    groups = _expand(proto, mesh.num_devices)
+    if (kind := transfer_kind(instruction)) is not None:
+        crossing = transfer_groups(instruction, mesh.slices)
+        if kind == "collective-permute":
+            return _reach_of_pairs(instruction.name, [(source, target) for source, target in crossing], mesh)
+        groups = crossing
+    elif proto.source_target_pairs:
+        pairs = [(pair.source, pair.target) for pair in proto.source_target_pairs]
+        return _reach_of_pairs(instruction.name, [(a, b) for a, b in _on_every_slice(pairs, mesh)], mesh)
+    else:
+        groups = _on_every_slice(_expand(proto, mesh.num_devices), mesh)
     members = sorted(itertools.chain.from_iterable(groups))
     if members != list(range(mesh.num_devices)):
         raise AnalysisError(
@@ -71,6 +85,15 @@ def reach_of(instruction: Instruction, mesh: Mesh) -> Reach:
     axes = _whole_axes(groups, mesh)
     reason = None if axes is not None else f"its groups of {len(groups[0])} follow no whole mesh axes"
     return Reach(groups, axes, reason, _link(groups, mesh))
+
+
+def _on_every_slice(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """Groups of a program that is compiled for one slice, repeated for each; groups over the whole mesh as they are."""
+    slices = mesh.slices
+    named = set(itertools.chain.from_iterable(groups))
+    if len(slices) == 1 or not named or max(named) >= len(slices[0]):
+        return tuple(groups)
+    return tuple(tuple(positions[device] for device in group) for positions in slices for group in groups)
 
 
 def _expand(proto: Any, num_devices: int) -> tuple[tuple[int, ...], ...]:

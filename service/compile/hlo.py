@@ -90,15 +90,20 @@ class Program:
         for computation in self.computations.values():
             if computation.root not in self.instructions or self.instructions[computation.root].computation != computation.id:
                 raise AnalysisError(f"computation {computation.name!r} has no root of its own; the dump is corrupted")
-        for instruction in self.instructions.values():
-            own = instruction.computation
-            for operand in instruction.operands:
-                if operand not in self.instructions or self.instructions[operand].computation != own:
+        # Modules are stored with operands before users and callees before callers: with this held, no walk over them can go in a circle.
+        placed: set[int] = set()
+        defined: set[int] = set()
+        for computation in self.computations.values():
+            placed.clear()
+            for instruction in self.in_computation(computation.id):
+                if not placed.issuperset(instruction.operands):
                     raise AnalysisError(
-                        f"instruction {instruction.name!r} reads operand {operand}, which is not beside it; the dump is corrupted"
+                        f"instruction {instruction.name!r} reads operands that do not stand before it; the dump is corrupted"
                     )
-            if any(called not in self.computations for called in instruction.called):
-                raise AnalysisError(f"instruction {instruction.name!r} calls a computation that does not exist; the dump is corrupted")
+                if not defined.issuperset(instruction.called):
+                    raise AnalysisError(f"instruction {instruction.name!r} calls what does not stand before it; the dump is corrupted")
+                placed.add(instruction.id)
+            defined.add(computation.id)
 
     @cached_property
     def users(self) -> dict[int, list[int]]:

@@ -7,8 +7,7 @@ starts the next step while the overflow flag of the last still travels keeps one
 
 from __future__ import annotations
 
-from service.compile.findings import STATE_CLASSES
-from service.records import Pair, Report, ReportStatus
+from service.records import STATE_CLASSES, Pair, Report, ReportStatus
 
 RETRY_COST = "candidate + overflow probability × dropless"
 

@@ -62,14 +62,15 @@ def compile_on_tpu(tmp_path_factory: pytest.TempPathFactory) -> CompileOnTpu:
         if (topology, name) not in known:
             names = TOGETHER if name in TOGETHER else (name,)
             work_dir = tmp_path_factory.mktemp("tpu")
-            for program, result in _compile(topology, names, work_dir).items():
+            for program, result in compile_programs(topology, names, work_dir).items():
                 known[topology, program] = result
         return known[topology, name]
 
     return compiled
 
 
-def _compile(topology: str, names: tuple[str, ...], work_dir: Path) -> dict[str, Compiled]:
+def compile_programs(topology: str, names: tuple[str, ...], work_dir: Path) -> dict[str, Compiled]:
+    """The named programs compiled in one child process that writes under `work_dir` alone."""
     device_topology = find_topology(topology.partition("*")[0])
     for directory in ("tmp", "log"):
         (work_dir / directory).mkdir(exist_ok=True)

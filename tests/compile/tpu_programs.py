@@ -130,6 +130,19 @@ def make_programs(mesh: Any) -> dict[str, Callable[[], Any]]:
         gradient = array((4096, 2048), f32, ("fsdp", "context"))
         return jax.jit(manual(lambda x: jax.lax.psum(x, "data"), P(("fsdp", "context")), P(("fsdp", "context")))).lower(gradient)
 
+    def crossing_slices() -> Any:
+        def cross(x: Any) -> Any:
+            return (
+                jax.lax.psum(jnp.sin(x), ("data", "fsdp")),
+                jax.lax.all_gather(x, "data", tiled=True),
+                jax.lax.ppermute(x, "data", [(0, 1)]),
+                jax.lax.psum_scatter(x, "data", tiled=True),
+                jax.lax.all_to_all(x, "data", 0, 0, tiled=True),
+            )
+
+        everywhere = P(("data", "fsdp", "context"))
+        return jax.jit(manual(cross, everywhere, everywhere)).lower(array((8 * 48, 1024), f32, ("data", "fsdp", "context")))
+
     def train_step(tokens: int, dim: int, *, batch_size: int = 8, donate: bool = True) -> Callable[[], Any]:
         return lambda: lower_train_step(mesh, batch_size=batch_size, tokens=tokens, dim=dim, donate=donate)
 
@@ -146,6 +159,7 @@ def make_programs(mesh: Any) -> dict[str, Callable[[], Any]]:
         "branch_with_all_reduce": branch_with_all_reduce,
         "offload_to_host": offload_to_host,
         "mean_over_slices": mean_over_slices,
+        "crossing_slices": crossing_slices,
         "train_step": train_step(4096, 1024),
         "train_step_in_vmem": train_step(1024, 512, batch_size=4),
         "train_step_undonated": train_step(4096, 1024, donate=False),
