@@ -24,6 +24,7 @@ SHARED = {
     "service.resources",
     "service.verdict_text",
     "service.breakdown",
+    "service.retry",
 }
 """Plain data and rules that every part may use."""
 
@@ -35,6 +36,9 @@ RULES: Mapping[str, set[str]] = {
         "service.compile.catalog",
         "service.compile.toolchain",
         "service.compile.capacity_cache",
+        "service.compile.diff",
+        "service.steps.interface",
+        "service.steps.findings",
         "service.models.config",
         "service.spec_problems",
         *SHARED,
@@ -44,7 +48,15 @@ RULES: Mapping[str, set[str]] = {
     "service.compile": {"service.compile", "service.models", "service.supervision", "service.lifeline", *SHARED},
     "service.steps": {"service.steps", "service.compile", "service.models", "service.supervision", "service.lifeline", *SHARED},
     "service.models": {"service.models"},
-    "weighbridge": {"weighbridge", "service.compile.catalog", "service.compile.interface", "service.models.config", *SHARED},
+    "weighbridge": {
+        "weighbridge",
+        "service.compile.catalog",
+        "service.compile.interface",
+        "service.compile.diff",
+        "service.steps.interface",
+        "service.models.config",
+        *SHARED,
+    },
 }
 """What a package may import, by prefix of the module's name; `service` alone, which says where the package lies, everybody may."""
 
@@ -116,6 +128,7 @@ def test_shared_modules_import_only_shared_ones() -> None:
         "service.compile.catalog",
         "service.compile.options",
         "service.compile.interface",
+        "service.compile.pair",
         "service.compile.toolchain",
         "service.spec_checks",
         "service.spec_problems",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from urllib.parse import quote
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -15,23 +15,24 @@ from starlette.concurrency import run_in_threadpool
 from service.api.dependencies import StoreDep
 from service.api.errors import MediaTypeError, RequestError
 from service.api.examples import JOB_REQUEST, JOB_REQUEST_YAML
-from service.errors import Problem
+from service.errors import NotFoundError, Problem
 from service.identity import identify
-from service.records import Depth, GitFacts, Job, JobKind, JobStatus, Record, Report
-from service.spec import Spec, load_spec, parse_spec
+from service.records import TERMINAL, Depth, GitFacts, Job, JobKind, JobStatus, Record, Report
+from service.spec import Spec, load_spec, parse_spec, require_kind
 from service.spec_problems import problems_of
-from service.storage.interface import MAX_PAGE, Artifact, Idempotency, JobFilter, JobPage, NewJob, Store
+from service.steps.interface import STEPS_PROGRAM
+from service.steps_records import StepsReport
+from service.storage.interface import MAX_PAGE, Artifact, Idempotency, JobFilter, JobPage, NewJob, Platform, Store
 
 router = APIRouter(tags=["jobs"])
 
 JSON_TYPES = frozenset({"application/json"})
 YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml"})
 
-SUPPORTED_KINDS: tuple[JobKind, ...] = ("compile",)
-"""Kinds that a worker of this version runs."""
-
 EXPECTED_CHILD_BYTES: dict[Depth, int] = {"memory": 2 << 30, "full": 6 << 30}
 """Resident memory that a compile child of an unknown scenario is expected to take, by depth."""
+EXPECTED_STEPS_BYTES = 8 << 30
+"""The same of a steps child: on CPU its devices' memory is the host's."""
 _GROWTH = 1.25
 """How much more than its predecessors the next child of a scenario is expected to take."""
 
@@ -59,6 +60,13 @@ class JobReports(Record):
 
     job: Job
     reports: tuple[Report, ...]
+
+
+class JobSteps(Record):
+    """A job of kind steps with what its steps showed; null until they ended."""
+
+    job: Job
+    report: StepsReport | None
 
 
 class ArtifactList(Record):
@@ -114,17 +122,16 @@ async def post_job(
 
 
 def add_job(store: Store, spec: Spec, asked: JobRequest, idempotency_key: str | None) -> Job:
-    if asked.kind not in SUPPORTED_KINDS:
-        raise RequestError([Problem("kind", asked.kind, "no worker of this version runs such jobs", ", ".join(SUPPORTED_KINDS))])
-    known_rss_bytes = store.find_child_rss(spec.scenario, spec.depth)
+    require_kind(spec, asked.kind)
     new = NewJob(
         kind=asked.kind,
         scenario=spec.scenario,
         spec=spec.as_json(),
         spec_hash=spec.canonical_hash(),
         identity=identify(spec, asked.kind),
-        programs=spec.programs,
-        child_memory_bytes=EXPECTED_CHILD_BYTES[spec.depth] if known_rss_bytes is None else int(known_rss_bytes * _GROWTH),
+        programs=(STEPS_PROGRAM,) if asked.kind == "steps" else spec.programs,
+        child_memory_bytes=_expect_child_bytes(store, spec, asked.kind),
+        platform=_platform_of(spec) if asked.kind == "steps" else None,
         git=asked.git,
     )
     idempotency = None
@@ -132,7 +139,23 @@ def add_job(store: Store, spec: Spec, asked: JobRequest, idempotency_key: str | 
         meaning = {"spec": new.spec, "kind": new.kind, "git": new.git.model_dump(mode="json"), "force": asked.force}
         request_hash = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
         idempotency = Idempotency(key=idempotency_key, scope=asked.git.project or "", request_hash=request_hash)
-    return store.add_job(new, force=asked.force, idempotency=idempotency).job
+    # Steps are timed, and time is not the same twice.
+    return store.add_job(new, force=asked.force or asked.kind == "steps", idempotency=idempotency).job
+
+
+def _expect_child_bytes(store: Store, spec: Spec, kind: JobKind) -> int:
+    if kind == "steps":
+        return EXPECTED_STEPS_BYTES
+    known_bytes = store.find_child_rss(spec.scenario, spec.depth)
+    return EXPECTED_CHILD_BYTES[spec.depth] if known_bytes is None else int(known_bytes * _GROWTH)
+
+
+def _platform_of(spec: Spec) -> Platform | None:
+    """What the worker must have; None where the spec takes whatever is attached."""
+    assert spec.steps is not None
+    if spec.steps.devices == "auto":
+        return None
+    return "cpu" if spec.steps.num_cpu_devices is not None else cast(Platform, spec.steps.devices)
 
 
 def _read_json(body: bytes) -> JobRequest:
@@ -183,6 +206,19 @@ def get_report(
     """The reports of all programs that have one, or of one program; 404 while that has none."""
     job = store.get_job(job_id)
     return JobReports(job=job, reports=store.list_reports(job_id) if program is None else (store.get_report(job_id, program),))
+
+
+@router.get("/jobs/{job_id}/steps", summary="What real steps showed")
+def get_steps(store: StoreDep, job_id: str) -> JobSteps:
+    """Losses, times, checks and memory of a job of kind steps; while it runs they come as events. 404 for a job of another kind."""
+    job = store.get_job(job_id)
+    is_awaited = job.kind == "steps" and job.status not in TERMINAL
+    try:
+        return JobSteps(job=job, report=store.get_steps_report(job_id))
+    except NotFoundError:
+        if is_awaited:
+            return JobSteps(job=job, report=None)
+        raise
 
 
 @router.get("/jobs/{job_id}/artifacts", summary="Files kept with a job")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -26,6 +26,10 @@ from service.records import (
     Report,
     ReportStatus,
 )
+from service.steps_records import StepsReport
+
+Platform = Literal["cpu", "gpu", "tpu"]
+"""What real steps run on."""
 
 MAX_PAGE = 200
 """Most jobs in one page of `list_jobs`."""
@@ -62,6 +66,7 @@ class NewJob(Record):
     identity: str = Field(description="hash of spec, model source and toolchain: equal identity, equal result")
     programs: tuple[str, ...] = Field(min_length=1, description="programs to weigh, in order")
     child_memory_bytes: int = Field(description="resident memory that one child of this job is expected to take, for admission")
+    platform: Platform | None = Field(default=None, description="devices the worker must have; null where any worker will do")
     git: GitFacts = GitFacts()
 
 
@@ -165,6 +170,7 @@ class WorkerStatus(Record):
     host: str
     pid: int
     kinds: tuple[JobKind, ...]
+    platforms: tuple[Platform, ...] = Field(default=(), description="of the devices that are attached to its host")
     slots: int
     memory_bytes: int
     started_at: datetime
@@ -218,6 +224,10 @@ class Store(Protocol):
         """Raises NotFoundError: no such job, or no report of that program (yet)."""
         ...
 
+    def get_steps_report(self, job_id: str) -> StepsReport:
+        """Raises NotFoundError: no such job, or not one of kind steps, or it has no report (yet)."""
+        ...
+
     def list_report_summaries(self, job_ids: Sequence[str]) -> Mapping[str, tuple[ReportSummary, ...]]:
         """For each job, the summaries of its reports in the order of its programs; jobs without reports map to ()."""
         ...
@@ -231,9 +241,16 @@ class Store(Protocol):
         ...
 
     def claim_job(
-        self, worker_id: str, *, kinds: Sequence[JobKind], memory_bytes: int | None, lease_seconds: float, max_attempts: int
+        self,
+        worker_id: str,
+        *,
+        kinds: Sequence[JobKind],
+        memory_bytes: int | None,
+        lease_seconds: float,
+        max_attempts: int,
+        platforms: Sequence[Platform] = (),
     ) -> Claim | None:
-        """Give the oldest waiting job to a worker, or None.
+        """Give the oldest waiting job of these kinds, that needs no other devices than `platforms`, to a worker; or None.
 
         First takes back every job whose lease has expired: it waits again, or is recorded as lost after `max_attempts`. Jobs are
         given strictly in order: where the oldest of these kinds needs more than `memory_bytes` (None: any amount), nothing is given, so
@@ -251,6 +268,10 @@ class Store(Protocol):
 
     def save_report(self, lease: Lease, report: Report, *, artifacts: Mapping[str, Path] | None = None) -> None:
         """Keep a program's report and its artifacts (name to file), and say so in an event. Raises LeaseLostError."""
+        ...
+
+    def save_steps_report(self, lease: Lease, report: StepsReport) -> None:
+        """Keep what the steps found, and say so in an event. Raises LeaseLostError."""
         ...
 
     def finish_job(self, lease: Lease, status: JobStatus, *, failure: Failure | None = None) -> Job:

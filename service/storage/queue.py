@@ -16,7 +16,7 @@ from sqlalchemy import Connection, RowMapping, and_, exists, insert, or_, select
 from service.errors import NotFoundError
 from service.records import Event, Failure, FailureKind, JobStatus
 from service.storage.interface import Lease, LeaseLostError
-from service.storage.tables import events, jobs
+from service.storage.tables import events, jobs, reports, steps_reports
 
 QUEUED, RUNNING = JobStatus.QUEUED.value, JobStatus.RUNNING.value
 
@@ -134,14 +134,21 @@ def take_back_expired(connection: Connection, now: datetime, *, max_attempts: in
             requeue_job(connection, row["id"], attempts=row["attempts"])
 
 
-def oldest_claimable(connection: Connection, kinds: Sequence[str]) -> RowMapping | None:
-    """The oldest waiting job of these kinds that does not wait for an identical one to end."""
+def oldest_claimable(connection: Connection, kinds: Sequence[str], platforms: Sequence[str]) -> RowMapping | None:
+    """The oldest waiting job of these kinds, for a worker with these devices, that does not wait for an identical one to end."""
     twin = jobs.alias("twin")
     twin_runs = exists().where(twin.c.identity == jobs.c.identity, twin.c.status == RUNNING)
     return (
         connection.execute(
             select(jobs)
-            .where(and_(jobs.c.status == QUEUED, jobs.c.kind.in_(kinds), or_(jobs.c.force, ~twin_runs)))
+            .where(
+                and_(
+                    jobs.c.status == QUEUED,
+                    jobs.c.kind.in_(kinds),
+                    or_(jobs.c.platform.is_(None), jobs.c.platform.in_(platforms)),
+                    or_(jobs.c.force, ~twin_runs),
+                )
+            )
             .order_by(jobs.c.number)
             .limit(1)
             .with_for_update()
@@ -149,3 +156,11 @@ def oldest_claimable(connection: Connection, kinds: Sequence[str]) -> RowMapping
         .mappings()
         .one_or_none()
     )
+
+
+def measured_programs(connection: Connection, row: RowMapping) -> tuple[str, ...]:
+    """Programs of a job that an earlier attempt kept a report of."""
+    if row["kind"] == "steps":
+        is_kept = connection.execute(select(steps_reports.c.status).where(steps_reports.c.job_id == row["id"])).first() is not None
+        return tuple(row["programs"]) if is_kept else ()
+    return tuple(connection.execute(select(reports.c.program).where(reports.c.job_id == row["id"])).scalars())

@@ -9,7 +9,8 @@ from typing import Any
 import zstandard
 from sqlalchemy import ColumnElement, RowMapping, Select, func, select
 
-from service.records import Event, Failure, GitFacts, Job, Report
+from service.records import Event, Failure, GitFacts, Job, Record, Report
+from service.steps_records import CheckStatus, StepsReport
 from service.storage.interface import Artifact, NewJob, ReportSummary, WorkerStatus
 from service.storage.tables import artifacts, job_artifacts, jobs, reports
 
@@ -80,6 +81,7 @@ def values_of_new_job(new: NewJob, *, job_id: str, force: bool, now: datetime) -
         "programs": list(new.programs),
         "force": force,
         "child_memory_bytes": new.child_memory_bytes,
+        "platform": new.platform,
         **new.git.model_dump(mode="json"),
         "attempts": 0,
         "cancel_requested": False,
@@ -94,7 +96,6 @@ def event_from_row(row: RowMapping) -> Event:
 
 def values_of_report(report: Report, *, job_id: str, position: int, now: datetime) -> dict[str, Any]:
     """Column values of a report; the whole of it is in `body`."""
-    body = json.dumps(report.model_dump(mode="json"), separators=(",", ":")).encode()
     return {
         "job_id": job_id,
         "program": report.program,
@@ -104,13 +105,46 @@ def values_of_report(report: Report, *, job_id: str, position: int, now: datetim
         "topology": report.topology.get("name"),
         "total_seconds": report.timings.total_seconds,
         **{name: getattr(report, name) for name in _SCALARS},
-        "body": zstandard.ZstdCompressor(level=_LEVEL).compress(body),
+        "body": _compress(report),
         "created_at": now,
     }
 
 
 def report_from_body(body: bytes) -> Report:
-    return Report.model_validate_json(zstandard.ZstdDecompressor().decompress(body, max_output_size=MAX_REPORT_BYTES))
+    return Report.model_validate_json(_decompress(body))
+
+
+def values_of_steps_report(report: StepsReport, *, job_id: str, now: datetime) -> dict[str, Any]:
+    """Column values of a steps job's report; the whole of it is in `body`."""
+    return {
+        "job_id": job_id,
+        "steps_schema": report.steps_schema,
+        "status": report.status.value,
+        "failure_kind": report.failure.kind.value if report.failure else None,
+        "phase": report.phase,
+        "num_devices": report.devices.num_devices if report.devices else None,
+        "num_steps": len(report.steps),
+        "num_replays": report.num_replays,
+        "num_checks_failed": sum(check.status is CheckStatus.FAILED for check in report.checks),
+        "median_step_seconds": report.times.median_seconds if report.times else None,
+        "predicted_bytes": report.memory.predicted_bytes if report.memory else None,
+        "measured_bytes": report.memory.measured_bytes if report.memory else None,
+        "child_peak_rss_bytes": report.child_peak_rss_bytes,
+        "body": _compress(report),
+        "created_at": now,
+    }
+
+
+def steps_report_from_body(body: bytes) -> StepsReport:
+    return StepsReport.model_validate_json(_decompress(body))
+
+
+def _compress(record: Record) -> bytes:
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(json.dumps(record.model_dump(mode="json"), separators=(",", ":")).encode())
+
+
+def _decompress(body: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(body, max_output_size=MAX_REPORT_BYTES)
 
 
 def summary_from_row(row: RowMapping, job_id: str) -> ReportSummary:
@@ -123,7 +157,7 @@ def artifact_from_row(row: RowMapping) -> Artifact:
 
 
 def worker_from_row(row: RowMapping) -> WorkerStatus:
-    return WorkerStatus(**{**row, "kinds": tuple(row["kinds"])})
+    return WorkerStatus(**{**row, "kinds": tuple(row["kinds"]), "platforms": tuple(row["platforms"])})
 
 
 def measuring_job_id() -> ColumnElement[str]:

@@ -15,6 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from service.errors import ConflictError, NotFoundError
 from service.records import Depth, Event, Failure, Job, JobKind, JobStatus, Report
 from service.settings import Settings
+from service.steps_records import StepsReport
 from service.storage import queue
 from service.storage.artifacts import ArtifactDirectory, StoredArtifact, StoredFile
 from service.storage.database import check_database, create_store_engine, newest_revision, read, serialise_queue, upgrade_database, write
@@ -30,6 +31,7 @@ from service.storage.interface import (
     Lease,
     LeaseState,
     NewJob,
+    Platform,
     ReportSummary,
     WorkerStatus,
 )
@@ -41,12 +43,14 @@ from service.storage.rows import (
     measuring_job_id,
     report_from_body,
     select_artifacts,
+    steps_report_from_body,
     summary_from_row,
     values_of_new_job,
     values_of_report,
+    values_of_steps_report,
     worker_from_row,
 )
-from service.storage.tables import artifacts, events, idempotency_keys, job_artifacts, jobs, reports, workers
+from service.storage.tables import artifacts, events, idempotency_keys, job_artifacts, jobs, reports, steps_reports, workers
 
 FORGET_WORKERS_AFTER = timedelta(days=1)
 
@@ -187,6 +191,15 @@ class SqlStore:
             raise NotFoundError(f"job {job_id}, which is {job.status}, has no report of a program {program!r}")
         return report_from_body(body)
 
+    def get_steps_report(self, job_id: str) -> StepsReport:
+        query = select(steps_reports.c.body).where(steps_reports.c.job_id == job_id)
+        with read(self._engine) as connection:
+            body = connection.execute(query).scalar_one_or_none()
+        if body is None:
+            job = self.get_job(job_id)
+            raise NotFoundError(f"job {job_id}, which is {job.status} and of kind {job.kind}, has no report of steps")
+        return steps_report_from_body(body)
+
     def list_report_summaries(self, job_ids: Sequence[str]) -> Mapping[str, tuple[ReportSummary, ...]]:
         query = (
             select(jobs.c.id.label("asked_id"), *SUMMARY_COLUMNS)
@@ -218,7 +231,14 @@ class SqlStore:
     # The queue, as workers see it
 
     def claim_job(
-        self, worker_id: str, *, kinds: Sequence[JobKind], memory_bytes: int | None, lease_seconds: float, max_attempts: int
+        self,
+        worker_id: str,
+        *,
+        kinds: Sequence[JobKind],
+        memory_bytes: int | None,
+        lease_seconds: float,
+        max_attempts: int,
+        platforms: Sequence[Platform] = (),
     ) -> Claim | None:
         if not self._may_have_work():
             return None
@@ -226,9 +246,9 @@ class SqlStore:
         with write(self._engine) as connection:
             serialise_queue(connection)
             queue.take_back_expired(connection, now, max_attempts=max_attempts)
-            row = queue.oldest_claimable(connection, kinds)
+            row = queue.oldest_claimable(connection, kinds, platforms)
             while row is not None and queue.answer_if_measured(connection, row, now):
-                row = queue.oldest_claimable(connection, kinds)
+                row = queue.oldest_claimable(connection, kinds, platforms)
             if row is None or (memory_bytes is not None and row["child_memory_bytes"] > memory_bytes):
                 return None
             lease = Lease(
@@ -251,12 +271,11 @@ class SqlStore:
                 )
             )
             queue.add_event(connection, lease.job_id, "claimed", {"attempt": lease.attempt, "worker": worker_id}, now)
-            measured = select(reports.c.program).where(reports.c.job_id == lease.job_id).order_by(reports.c.position)
             return Claim(
                 job=job_from_row(queue.lock_job(connection, lease.job_id)),
                 lease=lease,
                 programs=tuple(row["programs"]),
-                measured_programs=tuple(connection.execute(measured).scalars()),
+                measured_programs=queue.measured_programs(connection, row),
                 child_memory_bytes=row["child_memory_bytes"],
             )
 
@@ -291,6 +310,15 @@ class SqlStore:
                 row = {"job_id": lease.job_id, "name": name, "program": report.program, "sha256": file.sha256}
                 connection.execute(insert(job_artifacts).values(**row))
             shown = ("program", "status", "peak_bytes", "allocated_bytes", "capacity_bytes")
+            queue.add_event(connection, lease.job_id, "report", {name: values[name] for name in shown}, now)
+
+    def save_steps_report(self, lease: Lease, report: StepsReport) -> None:
+        now = self._clock()
+        with write(self._engine) as connection:
+            queue.hold_lease(connection, lease)
+            values = values_of_steps_report(report, job_id=lease.job_id, now=now)
+            connection.execute(insert(steps_reports).values(**values))
+            shown = ("status", "phase", "num_steps", "num_replays", "num_checks_failed")
             queue.add_event(connection, lease.job_id, "report", {name: values[name] for name in shown}, now)
 
     def _insert_new_artifact(self, file: StoredFile, now: datetime) -> Any:
@@ -329,7 +357,7 @@ class SqlStore:
     # Workers
 
     def record_worker(self, worker: WorkerStatus) -> None:
-        values = {**worker.model_dump(mode="python"), "kinds": list(worker.kinds)}
+        values = worker.model_dump(mode="python") | {"kinds": list(worker.kinds), "platforms": list(worker.platforms)}
         with write(self._engine) as connection:
             # A worker that was killed did not sign off.
             connection.execute(delete(workers).where(workers.c.seen_at < worker.seen_at - FORGET_WORKERS_AFTER))

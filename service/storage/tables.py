@@ -71,6 +71,7 @@ jobs = Table(
     Column("programs", JSON, nullable=False, comment="names, in the order they are weighed"),
     Column("force", Boolean, nullable=False, comment="measure even where the identity was measured already"),
     Column("child_memory_bytes", BigInteger, nullable=False, comment="expected resident memory of one child, on the host"),
+    Column("platform", String(16), comment="devices a worker must have; null where any worker will do"),
     Column("project", String(200)),
     Column("commit_sha", String(64)),
     Column("branch", String(255)),
@@ -147,6 +148,26 @@ reports = Table(
     Column("created_at", UtcDateTime, nullable=False),
 )
 
+steps_reports = Table(
+    "steps_reports",
+    metadata,
+    Column("job_id", String(32), ForeignKey("jobs.id"), primary_key=True),
+    Column("steps_schema", Integer, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("failure_kind", String(32)),
+    Column("phase", String(32), nullable=False),
+    Column("num_devices", Integer),
+    Column("num_steps", Integer, nullable=False, comment="warm-up included"),
+    Column("num_replays", Integer, nullable=False),
+    Column("num_checks_failed", Integer, nullable=False),
+    Column("median_step_seconds", Float),
+    Column("predicted_bytes", BigInteger),
+    Column("measured_bytes", BigInteger),
+    Column("child_peak_rss_bytes", BigInteger, comment="of the steps child, on the host"),
+    Column("body", LargeBinary, nullable=False, comment="the whole report as JSON, compressed with zstd"),
+    Column("created_at", UtcDateTime, nullable=False),
+)
+
 artifacts = Table(
     "artifacts",
     metadata,
@@ -172,6 +193,7 @@ workers = Table(
     Column("host", String(255), nullable=False),
     Column("pid", Integer, nullable=False),
     Column("kinds", JSON, nullable=False),
+    Column("platforms", JSON, nullable=False, server_default="[]", comment="of the devices that are attached"),
     Column("slots", Integer, nullable=False),
     Column("memory_bytes", BigInteger, nullable=False, comment="of the host, that its children may be expected to take"),
     Column("started_at", UtcDateTime, nullable=False),

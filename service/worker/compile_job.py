@@ -7,11 +7,9 @@ from pathlib import Path
 from service.compile.interface import ChildLimits, Compiler, CompileRequest, ProgressEvent
 from service.errors import SpecError
 from service.identity import identify
-from service.records import TERMINAL, Failure, FailureKind, JobStatus, Report, ReportStatus
-from service.spec import Spec, parse_spec
-from service.worker.held import HeldJob
-
-STOPPED = "the worker was told to stop"
+from service.records import TERMINAL, FailureKind, JobStatus, Report, ReportStatus
+from service.spec import Spec, parse_spec, require_kind
+from service.worker.held import STOPPED, HeldJob
 
 
 class CompileJobRunner:
@@ -29,9 +27,9 @@ class CompileJobRunner:
         """
         try:
             spec = parse_spec(held.job.spec)
+            require_kind(spec, "compile")
         except SpecError as error:
-            message = f"the spec was valid when it was posted, and is not for this version: {error.detail}"
-            held.finish(JobStatus.FAILED, Failure(kind=FailureKind.UNSUPPORTED, message=message))
+            held.refuse_spec(error)
             return
         identity = identify(spec, held.job.kind)
         if identity != held.job.identity and held.restate_identity(identity).status in TERMINAL:

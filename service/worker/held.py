@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from service.errors import NotFoundError, ServiceError
-from service.records import Failure, Job, JobStatus, Report
+from service.errors import NotFoundError, ServiceError, SpecError
+from service.records import Failure, FailureKind, Job, JobStatus, Report
+from service.steps_records import StepsReport
 from service.storage.interface import Claim, LeaseLostError, Store, StoreUnavailableError, WorkerStatus
 
 logger = logging.getLogger(__name__)
+
+STOPPED = "the worker was told to stop"
 
 UNAVAILABLE_PAUSE_SECONDS = 1.0
 """Between two tries to write while the database does not answer."""
@@ -56,11 +59,22 @@ class HeldJob:
     def save_report(self, report: Report, artifacts: Mapping[str, Path]) -> None:
         self._write(lambda: self._store.save_report(self.claim.lease, report, artifacts=artifacts))
 
+    def save_steps_report(self, report: StepsReport) -> None:
+        self._write(lambda: self._store.save_steps_report(self.claim.lease, report))
+
+    def get_steps_report(self) -> StepsReport:
+        return self._write(lambda: self._store.get_steps_report(self.job.id))
+
     def list_reports(self) -> tuple[Report, ...]:
         return self._write(lambda: self._store.list_reports(self.job.id))
 
     def finish(self, status: JobStatus, failure: Failure | None = None) -> None:
         self._write(lambda: self._store.finish_job(self.claim.lease, status, failure=failure))
+
+    def refuse_spec(self, error: SpecError) -> None:
+        """End a job whose spec this version refuses: it was posted to another one."""
+        message = f"the spec was valid when it was posted, and is not for this version: {error.detail}"
+        self.finish(JobStatus.FAILED, Failure(kind=FailureKind.UNSUPPORTED, message=message))
 
     def release(self, reason: str) -> None:
         # Not waited out: a worker that is told to stop stops, and the lease expires by itself.

@@ -21,11 +21,15 @@ from service.compile.runner import ChildCompiler
 from service.errors import ServiceError
 from service.records import Failure, FailureKind, JobKind, JobStatus
 from service.settings import Settings
+from service.steps.interface import StepsRunner
+from service.steps.runner import ChildSteps
 from service.storage.interface import Claim, LeaseLostError, Store, StoreUnavailableError, WorkerStatus
 from service.storage.store import open_store
-from service.worker.compile_job import STOPPED, CompileJobRunner
+from service.worker.compile_job import CompileJobRunner
+from service.worker.devices import attached_platforms
 from service.worker.directories import own_directory
-from service.worker.held import HeldJob, LeaseKeeper
+from service.worker.held import STOPPED, HeldJob, LeaseKeeper
+from service.worker.steps_job import StepsJobRunner
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +40,22 @@ class JobRunner(Protocol):
     def __call__(self, held: HeldJob) -> None: ...
 
 
-def run_worker(settings: Settings, stop_event: threading.Event, *, compiler: Compiler | None = None) -> None:
+def run_worker(
+    settings: Settings, stop_event: threading.Event, *, compiler: Compiler | None = None, run_steps: StepsRunner | None = None
+) -> None:
     """Work until `stop_event` is set; then children are killed and their jobs given back within seconds.
 
-    `compiler` is the real one unless a test brings its own.
+    `compiler` and `run_steps` are the real ones unless a test brings its own.
     """
     store = open_store(settings)
-    compiler = compiler or ChildCompiler(settings.capacity_cache)
+    runners: dict[JobKind, JobRunner] = {
+        "compile": CompileJobRunner(compiler or ChildCompiler(settings.capacity_cache), settings.child_limits),
+        "steps": StepsJobRunner(run_steps or ChildSteps(), settings.child_limits),
+    }
     try:
         worker_id = f"{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         with own_directory(settings.work_dir, worker_id) as directory:
-            Worker(settings, store, {"compile": CompileJobRunner(compiler, settings.child_limits)}, worker_id, directory).run(stop_event)
+            Worker(settings, store, runners, worker_id, directory).run(stop_event)
     finally:
         store.close()
 
@@ -79,6 +88,7 @@ class Worker:
         self._runners = runners
         self._id = worker_id
         self._directory = directory
+        self._platforms = attached_platforms()
         self._started_at = datetime.now(UTC)
         self._has_room = threading.Event()
         self._threads: set[threading.Thread] = set()
@@ -114,15 +124,19 @@ class Worker:
         held = self._leases.held()
         if len(held) >= self._settings.worker_slots:
             return None
+        kinds = set(self._runners)
+        # The devices are all of one job's while its steps run: two at once would measure each other.
+        kinds -= {"steps"} & {each.job.kind for each in held}
         free_bytes = self._settings.worker_memory_bytes - sum(each.claim.child_memory_bytes for each in held)
         try:
             return self._store.claim_job(
                 self._id,
-                kinds=list(self._runners),
+                kinds=sorted(kinds),
                 # Alone, a job runs whatever it is expected to need: waiting longer would not make more room.
                 memory_bytes=free_bytes if held else None,
                 lease_seconds=self._settings.lease_seconds,
                 max_attempts=self._settings.max_attempts,
+                platforms=self._platforms,
             )
         except ServiceError as error:
             logger.warning("no claim: %s", error.detail)
@@ -172,6 +186,7 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             kinds=tuple(self._runners),
+            platforms=self._platforms,
             slots=self._settings.worker_slots,
             memory_bytes=self._settings.worker_memory_bytes,
             started_at=self._started_at,

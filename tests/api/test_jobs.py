@@ -10,6 +10,7 @@ import yaml
 from fastapi.testclient import TestClient
 
 from service.records import JobStatus
+from service.steps_records import StepsReport, StepsStatus
 from service.storage.interface import Lease
 from service.storage.store import SqlStore
 from tests.storage.samples import report_of
@@ -194,3 +195,42 @@ def test_a_queued_job_is_cancelled_at_once_and_again_without_effect(client: Test
     assert (first.status_code, first.json()["status"]) == (202, "cancelled")
     assert second.json() == first.json()
     assert client.post("/api/v1/jobs/nothing/cancel").status_code == 404
+
+
+STEPS = {"devices": "cpu:4", "num_steps": 3}
+
+
+def test_a_steps_job_needs_no_topology_and_is_measured_every_time(client: TestClient, store: SqlStore, spec: Spec) -> None:
+    del spec["mesh"]["topology"]
+    first = client.post("/api/v1/jobs", json={"spec": spec | {"steps": STEPS}, "kind": "steps"})
+    assert first.status_code == 202, first.text
+    job = first.json()
+    where = f"/api/v1/jobs/{job['id']}/steps"
+    assert client.get(where).json() == {"job": job, "report": None}
+    taken = store.claim_job("w1", kinds=["steps"], memory_bytes=None, lease_seconds=60, max_attempts=3, platforms=["cpu"])
+    assert taken is not None
+    report = StepsReport(status=StepsStatus.OK, phase="done")
+    store.save_steps_report(taken.lease, report)
+    store.finish_job(taken.lease, JobStatus.SUCCEEDED)
+    assert client.get(where).json()["report"] == report.model_dump(mode="json")
+    again = client.post("/api/v1/jobs", json={"spec": spec | {"steps": STEPS}, "kind": "steps"}).json()
+    assert (again["status"], again["identity"]) == ("queued", job["identity"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "missing"),
+    [("compile", {"steps": STEPS}, "mesh.topology"), ("steps", {}, "mesh.topology"), ("steps", None, "steps")],
+)
+def test_a_spec_without_what_its_kind_needs_is_refused_by_name(
+    client: TestClient, spec: Spec, kind: str, section: Spec | None, missing: str
+) -> None:
+    if section is not None:
+        del spec["mesh"]["topology"]
+    answer = client.post("/api/v1/jobs", json={"spec": spec | (section or {}), "kind": kind})
+    assert answer.status_code == 422
+    assert [problem["path"] for problem in answer.json()["problems"]] == [missing]
+
+
+def test_a_compile_job_has_no_steps(client: TestClient, spec: Spec) -> None:
+    job = client.post("/api/v1/jobs", json={"spec": spec}).json()
+    assert client.get(f"/api/v1/jobs/{job['id']}/steps").status_code == 404

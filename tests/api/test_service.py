@@ -91,6 +91,7 @@ def test_the_description_names_every_route_its_errors_and_examples(client: TestC
         "/jobs/{job_id}/cancel",
         "/jobs/{job_id}/events",
         "/jobs/{job_id}/report",
+        "/jobs/{job_id}/steps",
         "/jobs/{job_id}/artifacts",
         "/jobs/{job_id}/artifacts/{name}",
         "/catalog/presets",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event, inspect
+from sqlalchemy import event, insert, inspect
 
+from service.storage.artifacts import ArtifactDirectory
 from service.storage.database import (
     check_database,
     create_store_engine,
@@ -19,17 +21,18 @@ from service.storage.database import (
     write,
 )
 from service.storage.interface import StoreUnavailableError
+from service.storage.rows import values_of_new_job
 from service.storage.store import SqlStore
+from service.storage.tables import jobs
 from tests.storage.samples import new_job
 
 CLAIM_ALL = """
 import sys
 from pathlib import Path
+from service.records import JobStatus
 from service.storage.artifacts import ArtifactDirectory
 from service.storage.database import create_store_engine
-from service.storage.interface import StoreUnavailableError
 from service.storage.store import SqlStore
-from service.records import JobStatus
 url, name = sys.argv[1:]
 store = SqlStore(create_store_engine(url), ArtifactDirectory(Path("unused")))
 sys.stdin.readline()
@@ -172,3 +175,24 @@ def test_every_statement_also_compiles_for_postgresql(tmp_path: Path) -> None:
         CreateTable(table).compile(dialect=postgresql.dialect())
     assert "BIGSERIAL" in str(CreateTable(jobs).compile(dialect=postgresql.dialect()))
     assert str(select(jobs.c.id).with_for_update().compile(dialect=postgresql.dialect())).endswith("FOR UPDATE")
+
+
+def test_a_database_of_the_first_migration_keeps_its_jobs_through_the_next(database_url: str) -> None:
+    from alembic import command
+
+    from service.storage import database
+
+    engine = create_store_engine(database_url)
+    config = database._migration_config()
+    with write(engine) as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        assert "platform" not in {column["name"] for column in inspect(connection).get_columns("jobs")}
+        filled = values_of_new_job(new_job(), job_id="old", force=False, now=datetime(2026, 3, 5, 7, 11, 13, tzinfo=UTC))
+        connection.execute(insert(jobs).values({name: value for name, value in filled.items() if name != "platform"}))
+        connection.exec_driver_sql("INSERT INTO workers VALUES ('w', 'h', 1, '[]', 1, 1, '2026-03-05 07:11:13', '2026-03-05 07:11:13')")
+    upgrade_database(engine)
+    store = SqlStore(engine, ArtifactDirectory(Path("unused")))
+    assert store.get_job("old").spec == new_job().spec
+    assert [worker.platforms for worker in store.list_workers()] == [()]
+    store.close()

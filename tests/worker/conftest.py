@@ -19,6 +19,7 @@ from service.storage.interface import NewJob
 from service.storage.store import SqlStore, open_store
 from service.worker.loop import run_worker
 from tests.worker.held_compiler import HeldCompiler
+from tests.worker.held_steps import HeldSteps
 
 Running = Callable[..., AbstractContextManager[None]]
 
@@ -41,13 +42,19 @@ def compiler() -> HeldCompiler:
 
 
 @pytest.fixture
-def running(settings: Settings, compiler: HeldCompiler) -> Running:
+def steps() -> HeldSteps:
+    return HeldSteps()
+
+
+@pytest.fixture
+def running(settings: Settings, compiler: HeldCompiler, steps: HeldSteps) -> Running:
     """A worker that runs for as long as the block does; its settings can be changed."""
 
     @contextmanager
     def run(**changes: Any) -> Iterator[None]:
         stop_event = threading.Event()
-        thread = threading.Thread(target=run_worker, args=(settings.model_copy(update=changes), stop_event), kwargs={"compiler": compiler})
+        doubles = {"compiler": compiler, "run_steps": steps}
+        thread = threading.Thread(target=run_worker, args=(settings.model_copy(update=changes), stop_event), kwargs=doubles)
         thread.start()
         try:
             yield
