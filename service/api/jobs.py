@@ -15,9 +15,10 @@ from starlette.concurrency import run_in_threadpool
 from service.api.dependencies import StoreDep
 from service.api.errors import MediaTypeError, RequestError
 from service.api.examples import JOB_REQUEST, JOB_REQUEST_YAML
+from service.api.steps_report import find_steps_report
 from service.errors import NotFoundError, Problem
 from service.identity import identify
-from service.records import TERMINAL, Depth, GitFacts, Job, JobKind, JobStatus, Record, Report
+from service.records import Depth, GitFacts, Job, JobKind, JobStatus, Record, Report
 from service.spec import Spec, load_spec, parse_spec, require_kind
 from service.spec_problems import problems_of
 from service.steps.interface import STEPS_PROGRAM
@@ -63,10 +64,11 @@ class JobReports(Record):
 
 
 class JobSteps(Record):
-    """A job of kind steps with what its steps showed; null until they ended."""
+    """A job of kind steps with what its steps showed."""
 
     job: Job
-    report: StepsReport | None
+    is_final: bool = Field(description="false while it waits or runs: the report is as far as it came, and its status can still change")
+    report: StepsReport
 
 
 class ArtifactList(Record):
@@ -210,15 +212,12 @@ def get_report(
 
 @router.get("/jobs/{job_id}/steps", summary="What real steps showed")
 def get_steps(store: StoreDep, job_id: str) -> JobSteps:
-    """Losses, times, checks and memory of a job of kind steps; while it runs they come as events. 404 for a job of another kind."""
+    """Losses, times, checks and memory of a job of kind steps, as far as it came; 404 for a job of another kind."""
     job = store.get_job(job_id)
-    is_awaited = job.kind == "steps" and job.status not in TERMINAL
-    try:
-        return JobSteps(job=job, report=store.get_steps_report(job_id))
-    except NotFoundError:
-        if is_awaited:
-            return JobSteps(job=job, report=None)
-        raise
+    if job.kind != "steps":
+        raise NotFoundError(f"job {job_id} is of kind {job.kind} and ran no steps; see its report")
+    report, is_final = find_steps_report(store, job)
+    return JobSteps(job=job, is_final=is_final, report=report)
 
 
 @router.get("/jobs/{job_id}/artifacts", summary="Files kept with a job")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from service.api.charts import Tick, percent
 from service.api.contexts import Verdict
-from service.errors import NotFoundError
-from service.records import TERMINAL, Event, Failure, Job
-from service.steps.findings import Findings
+from service.api.steps_report import find_steps_report
+from service.records import Event, Job
 from service.steps_records import CheckResult, CheckStatus, MemoryComparison, StepRecord, StepsReport, StepsStatus
 from service.storage.interface import Store
 from service.units import format_bytes, format_count, format_parameters, format_seconds
@@ -134,25 +133,8 @@ class StepsView:
 
 def find_steps(store: Store, job: Job) -> StepsView:
     """What is known of a steps job: its report, or, where none came (yet, or ever), what its events tell."""
-    try:
-        return steps_view(store.get_steps_report(job.id), is_final=True)
-    except NotFoundError:
-        events: list[Event] = []
-        while more := store.list_events(job.id, after=events[-1].sequence if events else 0):
-            events += more
-    is_final = job.status in TERMINAL
-    return steps_view(report_from_events(events, status=StepsStatus.FAILED if is_final else None, failure=job.failure), is_final=is_final)
-
-
-def report_from_events(events: Iterable[Event], *, status: StepsStatus | None, failure: Failure | None) -> StepsReport:
-    """The report as far as the events of a job's last attempt tell it."""
-    findings = Findings()
-    for event in events:
-        if event.name == "claimed":
-            findings.restart()
-        elif event.name == "progress":
-            findings.apply(event.data["name"], event.data["data"])
-    return findings.report(status, failure)
+    report, is_final = find_steps_report(store, job)
+    return steps_view(report, is_final=is_final)
 
 
 def steps_sentence(spec: Mapping[str, Any]) -> str:

@@ -206,13 +206,17 @@ def test_a_steps_job_needs_no_topology_and_is_measured_every_time(client: TestCl
     assert first.status_code == 202, first.text
     job = first.json()
     where = f"/api/v1/jobs/{job['id']}/steps"
-    assert client.get(where).json() == {"job": job, "report": None}
+    waiting = client.get(where).json()
+    assert (waiting["job"], waiting["is_final"], waiting["report"]["steps"]) == (job, False, [])
     taken = store.claim_job("w1", kinds=["steps"], memory_bytes=None, lease_seconds=60, max_attempts=3, platforms=["cpu"])
     assert taken is not None
+    store.append_event(taken.lease, "progress", {"program": "steps", "name": "warmup", "seconds": 2.5, "data": {}})
+    assert client.get(where).json()["report"]["phase"] == "warmup", "as far as it came"
     report = StepsReport(status=StepsStatus.OK, phase="done")
     store.save_steps_report(taken.lease, report)
     store.finish_job(taken.lease, JobStatus.SUCCEEDED)
-    assert client.get(where).json()["report"] == report.model_dump(mode="json")
+    ended = client.get(where).json()
+    assert (ended["is_final"], ended["report"]) == (True, report.model_dump(mode="json"))
     again = client.post("/api/v1/jobs", json={"spec": spec | {"steps": STEPS}, "kind": "steps"}).json()
     assert (again["status"], again["identity"]) == ("queued", job["identity"])
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from service.api.steps_context import event_detail, report_from_events, steps_sentence, steps_view
+from service.api.steps_context import event_detail, steps_sentence, steps_view
+from service.api.steps_report import report_from_events
 from service.records import Event, Failure, FailureKind
 from service.steps.findings import Findings
 from service.steps_records import StepsReport, StepsStatus
