@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,8 +40,17 @@ class ClientError(Exception):
 class Client:
     """One server. Use as a context manager; methods raise ClientError."""
 
-    def __init__(self, url: str | None = None, *, token: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+        reconnect_seconds: float = 1.0,
+    ) -> None:
+        """`url` and `token` are otherwise read from WEIGHBRIDGE_URL and WEIGHBRIDGE_TOKEN; `transport` is for tests."""
         self.url = (url or os.environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/")
+        self._reconnect_seconds = reconnect_seconds
         token = token or os.environ.get(TOKEN_VARIABLE)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(30.0), transport=transport)
@@ -80,22 +90,22 @@ class Client:
         """Every event of the job, as it happens, until it has ended; a broken connection is taken up where it was left.
 
         Raises:
-            ClientError: refused, or the connection broke 20 times without a new event.
+            ClientError: refused, or no new event came over 20 connections in a row.
         """
-        last, breaks = 0, 0
-        while True:
+        last, breaks, reason = 0, 0, "the stream ended before the job did"
+        while breaks < _RECONNECTS:
+            if breaks:
+                time.sleep(self._reconnect_seconds)
+            breaks += 1
             try:
                 for event in self._stream(job_id, last):
-                    last, breaks = event.sequence, 0
+                    last, breaks = event.sequence, 1
                     yield event
                     if event.name == "finished":
                         return
             except httpx.TransportError as error:
-                if breaks >= _RECONNECTS:
-                    raise ClientError(f"lost {self.url} while following job {job_id}: {error}") from error
-            breaks += 1
-            if breaks > _RECONNECTS:
-                raise ClientError(f"{self.url} ended the events of job {job_id} before the job ended; ask again with its id")
+                reason = str(error)
+        raise ClientError(f"lost job {job_id} on {self.url}: {reason}; the job itself goes on")
 
     def _stream(self, job_id: str, after: int) -> Iterator[JobEvent]:
         """One connection's worth of server-sent events."""
