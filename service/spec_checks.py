@@ -283,17 +283,25 @@ def _programs(model: Any, programs: Any) -> Iterator[Problem]:
         yield Problem("programs", names, "a model without experts drops nothing, so it has no dropless program", "[candidate]")
 
 
-def _forced_overflow(model: Any, steps: Any) -> Iterator[Problem]:
+def _forced_overflow(model: Any, mesh: Any, moe: Any, steps: Any) -> Iterator[Problem]:
     if steps is None or steps.force_overflow == "none":
         return
+    path, asked = "steps.force_overflow", steps.force_overflow
     if model.experts is None:
-        yield Problem("steps.force_overflow", steps.force_overflow, "a model without experts has no buffer to overflow", "none")
-    elif steps.force_overflow == "skewed_router" and not model.experts.bias:
+        yield Problem(path, asked, "a model without experts has no buffer to overflow", "none")
+    elif mesh.expert == 1:
         yield Problem(
-            "steps.force_overflow",
-            "skewed_router",
-            "the router is skewed through its bias, and this model's has none",
-            "none, small_factor",
+            path, asked, "with all experts on one rank every assignment has its row, and nothing overflows", "mesh.expert of 2 or more"
+        )
+    elif asked == "skewed_router" and not model.experts.bias:
+        yield Problem(path, asked, "the router is skewed through its bias, and this model's has none", "none, small_factor")
+    elif asked == "skewed_router" and not 0 < moe.ragged_buffer_factor <= mesh.expert / 2:
+        yield Problem(
+            path,
+            asked,
+            f"a router skewed to one rank sends it up to {mesh.expert} times the mean, "
+            f"and ragged_buffer_factor {moe.ragged_buffer_factor:g} has room for that",
+            f"a factor above 0 and at most {mesh.expert / 2:g}, or small_factor",
         )
 
 
@@ -337,7 +345,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("model", "train", "mesh", "context"), _engram_order),
     (("train", "mesh", "moe"), _token_chunks),
     (("model", "programs"), _programs),
-    (("model", "steps"), _forced_overflow),
+    (("model", "mesh", "moe", "steps"), _forced_overflow),
     (("train",), _remat),
     (("compiler_options",), _compiler_options),
 )

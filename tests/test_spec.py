@@ -111,7 +111,7 @@ STEPS: dict[str, Any] = {
     "scenario": "good-steps",
     "model": {"preset": "deepseek-custom"},
     "train": {"seq_len": 128},
-    "mesh": {"fsdp": 4, "context": 2},
+    "mesh": {"fsdp": 2, "expert": 2, "context": 2},
     "moe": {"ragged_buffer_factor": 0.5, "retry_when_tokens_dropped": True},
     "steps": {"devices": "cpu:8"},
 }
@@ -127,6 +127,9 @@ WRONG_STEPS: dict[str, tuple[str, Any, str, str, str]] = {
     "unknown check": ("steps.checks", ["load_ballance"], "steps.checks.0", "is not one of the legal values", "load_balance"),
     "far look-ahead": ("steps.look_ahead", 2, "steps.look_ahead", "is not one of the legal values", "0 or 1"),
     "overflow without experts": ("steps.force_overflow", "small_factor", "steps.force_overflow", "no buffer to overflow", "none"),
+    "overflow on one rank": ("mesh", {"fsdp": 8}, "steps.force_overflow", "all experts on one rank", "mesh.expert of 2"),
+    "skew with room for it": ("moe.ragged_buffer_factor", 1.5, "steps.force_overflow", "sends it up to 2 times the mean", "at most 1,"),
+    "skew of the worst case": ("moe.ragged_buffer_factor", -1, "steps.force_overflow", "ragged_buffer_factor -1 has room", "small_factor"),
     "steps section gone": ("steps", ..., "mesh.topology", "is missing", "v5p-512"),
 }
 
@@ -163,6 +166,8 @@ def test_each_wrong_spec_is_told_where_why_and_what_would_be_legal(name: str) ->
 def test_each_wrong_steps_spec_is_told_where_why_and_what_would_be_legal(name: str) -> None:
     path, value, where, message, legal = WRONG_STEPS[name]
     data = changed(path, value, of=STEPS)
+    if name in ("overflow on one rank", "skew with room for it", "skew of the worst case"):
+        data["steps"]["force_overflow"] = "skewed_router"
     if name == "overflow without experts":
         data["model"] |= {"experts": None, "first_num_dense_layers": 6}
     found = problems(data)

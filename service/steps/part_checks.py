@@ -44,10 +44,11 @@ def halo_conv(context: CheckContext) -> Finding:
         conv = ShortConv(model, param_dtype="float32", rngs=nnx.Rngs(params=0))
         graph, state = nnx.split(conv)
 
+        def with_kernel(kernel: Any) -> Any:
+            return jax.tree.map_with_path(lambda path, leaf: kernel if "kernel" in jax.tree_util.keystr(path) else leaf, state)
+
         def apply(x: Any, kernel: Any, segments: Any) -> Any:
-            conv = nnx.merge(graph, state)
-            conv.kernel.set_value(kernel)
-            return conv(x, segments, order=order)
+            return nnx.merge(graph, with_kernel(kernel))(x, segments, order=order)
 
         def both(x: Any, kernel: Any, segments: Any, cotangent: Any) -> Any:
             y, pull = jax.vjp(lambda x: apply(x, kernel, segments), x)
@@ -167,7 +168,8 @@ def _dense_moe(
     ddown = np.zeros_like(weights["expert_down"])
     dgate_weights = np.zeros_like(scores)
     for expert in range(experts.num_experts):
-        gate_w, up_w, down_w = (weights[name][expert] for name in ("expert_gate", "expert_up", "expert_down"))
+        # All three lie as [experts, width, dim].
+        gate_w, up_w, down_w = weights["expert_gate"][expert].T, weights["expert_up"][expert].T, weights["expert_down"][expert]
         rows = chosen[:, expert]
         out, hidden, d_input = _swiglu(tokens[rows], gate_w, up_w, down_w, dy[rows] * gate_weights[rows, expert, None])
         y[rows] += gate_weights[rows, expert, None] * out
@@ -185,7 +187,7 @@ def _dense_moe(
         dlogits = scores * (dscores - np.sum(dscores * scores, axis=1, keepdims=True))
     dx += dlogits @ weights["router"].T
     if experts.num_shared_experts:
-        out, _, d_input = _swiglu(tokens, weights["shared.gate"], weights["shared.up"], weights["shared.down"], dy)
+        out, _, d_input = _swiglu(tokens, weights["shared.gate"], weights["shared.up"], weights["shared.down"].T, dy)
         y, dx = y + out, dx + d_input
     return y.reshape(x.shape), dx.reshape(x.shape), ddown, chosen.sum(axis=0)
 

@@ -30,7 +30,7 @@ def reduce_model(model: ModelConfig, axes: MeshAxes) -> ModelConfig:
             "first_num_dense_layers": first_dense,
             "dim": _fit(_DIM, model.dim, stored),
             "num_heads": _fit(_HEADS, model.num_heads, axes.tensor),
-            "mla": _reduce_mla(model.mla),
+            "mla": _reduce_mla(model.mla, stored),
             "mlp_dim": None if model.mlp_dim is None else _fit(_MLP, model.mlp_dim, axes.tensor),
             "experts": None if model.experts is None else _reduce_experts(model.experts, axes),
             "engram": None if model.engram is None else _reduce_engram(model.engram, num_layers, model.vocab_size),
@@ -43,9 +43,9 @@ def _fit(target: int, size: int, multiple: int) -> int:
     return min(size, math.ceil(target / multiple) * multiple)
 
 
-def _reduce_mla(mla: MlaConfig) -> MlaConfig:
+def _reduce_mla(mla: MlaConfig, stored: int) -> MlaConfig:
     return MlaConfig(
-        q_lora_rank=None if mla.q_lora_rank is None else min(mla.q_lora_rank, 24),
+        q_lora_rank=None if mla.q_lora_rank is None else _fit(24, mla.q_lora_rank, stored),
         kv_lora_rank=min(mla.kv_lora_rank, 16),
         qk_nope_head_dim=min(mla.qk_nope_head_dim, 12),
         qk_rope_head_dim=min(mla.qk_rope_head_dim, 8),

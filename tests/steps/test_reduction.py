@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
-from service.models.config import PRESETS, MeshAxes
+from service.models.axes import make_mesh
+from service.models.config import PRESETS, MeshAxes, StepConfig, TrainConfig
 from service.models.runs import layer_runs
+from service.models.train_step import build_train_program
 from service.spec import parse_spec
+from service.steps.estimate import bytes_per_device
 from service.steps.reduction import describe_reduction, reduce_model
 
 MESHES = [
@@ -29,6 +33,14 @@ def test_a_reduced_model_passes_every_check_of_a_spec(preset: str, axes: MeshAxe
         "steps": {"devices": f"cpu:{axes.num_devices}"},
     }
     assert parse_spec(spec).model.config() == model
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_reduced_model_can_be_sharded(preset: str) -> None:
+    axes = MeshAxes(fsdp=2, expert=2, context=2)
+    config = StepConfig(model=reduce_model(PRESETS[preset](), axes), train=TrainConfig(seq_len=128), axes=axes)
+    program = build_train_program(config, "candidate", make_mesh(axes, jax.devices()[:8]))
+    assert bytes_per_device(program.abstract_state) < 8 << 20
 
 
 @pytest.mark.parametrize("preset", PRESETS)
