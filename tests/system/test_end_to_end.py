@@ -93,3 +93,27 @@ def test_a_real_spec_is_weighed_through_the_service(server: tuple[subprocess.Pop
         mapped = Path(f"/proc/{service_process.pid}/maps").read_text()
         assert "sqlite" in mapped
         assert not [line for line in mapped.splitlines() if "jaxlib" in line or "libtpu" in line]
+
+
+def test_real_steps_run_through_the_service(server: tuple[subprocess.Popen[str], httpx.Client]) -> None:
+    _, client = server
+    steps = {"devices": "cpu:2", "num_steps": 3, "warmup_steps": 1, "check_steps": 2, "checks": ["same_seed"]}
+    spec = SPEC | {"scenario": "two-layers-cpu-2", "mesh": {"fsdp": 2}, "train": {"seq_len": 64, "dtype": "float32"}, "steps": steps}
+    posted = client.post("/api/v1/jobs", json={"spec": spec, "kind": "steps"})
+    assert posted.status_code == 202, posted.text
+    job_id = posted.json()["id"]
+    assert names_of_finished(client, job_id)[-2:] == ["report", "finished"]
+    answer = client.get(f"/api/v1/jobs/{job_id}/steps").json()
+    report = answer["report"]
+    assert (answer["job"]["status"], answer["is_final"], report["status"]) == ("succeeded", True, "ok"), report["failure"]
+    losses = [step["metrics"]["loss"] for step in report["steps"]]
+    assert [step["step"] for step in report["steps"]] == [0, 1, 2, 3]
+    # Random parameters guess evenly over the vocabulary of 512: about ln 512 = 6.24.
+    assert all(5.7 < loss < 6.9 for loss in losses)
+    assert [(check["name"], check["status"]) for check in report["checks"]] == [("same_seed", "passed")]
+    assert report["memory"]["predicted_bytes"] > 0
+    headers = {"Accept": "application/json"}
+    events = client.get(f"/api/v1/jobs/{job_id}/events", headers=headers).json()["events"]
+    told = [step["metrics"]["loss"] for event in events if event["data"].get("name") == "step" for step in event["data"]["data"]["steps"]]
+    assert told == losses, "each step was an event while it ran"
+    assert client.get(f"/jobs/{job_id}").status_code == 200
