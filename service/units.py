@@ -43,7 +43,9 @@ def format_parameters(count: int | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Seconds with one decimal, milliseconds below one; None is `unknown`."""
+    """Seconds with one decimal, milliseconds below one, microseconds below that; None is `unknown`."""
     if seconds is None:
         return UNKNOWN
+    if 0 < seconds < 0.001:
+        return f"{seconds * 1e6:.0f} µs"
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
