@@ -1,4 +1,4 @@
-"""A real worker whose steps children are tests/steps/fake_child.py: `python steps_worker_process.py CONTROL_DIR`, settings from the environment."""
+"""A real worker whose steps children are tests/steps/fake_child.py: `python steps_worker_process.py CONTROL_DIR`."""
 
 from __future__ import annotations
 
