@@ -25,6 +25,7 @@ SHARED = {
     "service.verdict_text",
     "service.breakdown",
     "service.retry",
+    "service.logs",
 }
 """Plain data and rules that every part may use."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import socket
 import sys
@@ -12,11 +11,10 @@ import uvicorn
 
 from service.api.app import create_app
 from service.errors import ServiceError
+from service.logs import log_to_stderr
 from service.settings import Settings, SettingsError
 from service.storage.store import open_store
 from service.worker.keeper import WORKER_COMMAND, WorkerKeeper
-
-logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 3
 """What open requests get when the server stops; streams of events never end by themselves."""
@@ -29,7 +27,7 @@ def run_server(settings: Settings, *, with_worker: bool = True, worker_command: 
 
     Prints `Weighbridge is at URL` on stdout once connections are taken.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
+    log_to_stderr("server")
     try:
         # Before the port is taken and the worker started: what is wrong with the database is said once, and here.
         store = open_store(settings)

@@ -19,6 +19,7 @@ from typing import Protocol
 from service.compile.interface import Compiler
 from service.compile.runner import ChildCompiler
 from service.errors import ServiceError
+from service.logs import log_to_stderr
 from service.records import Failure, FailureKind, JobKind, JobStatus
 from service.settings import Settings
 from service.steps.interface import StepsRunner
@@ -62,7 +63,7 @@ def run_worker(
 
 def run_worker_process(settings: Settings, *, stop_on_eof: bool = False, compiler: Compiler | None = None) -> int:
     """Be a worker until SIGTERM or SIGINT, or, with `stop_on_eof`, until stdin closes; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s worker %(levelname)s %(message)s")
+    log_to_stderr("worker")
     stop_event = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop_event.set())

@@ -82,7 +82,8 @@ class Site:
     def wait_for_child(self, point: str, *, count: int = 1) -> int:
         """Wait until `count` children have reached PROGRAM.PHASE; returns the id of one that lives."""
         self.wait_until(lambda: len(self.children_at(point)) == count)
-        (alive,) = [pid for pid in self.children_at(point) if psutil.pid_exists(pid)]
+        running = {process.pid for process in self.running()}
+        (alive,) = [pid for pid in self.children_at(point) if pid in running]
         return alive
 
     def expire_leases(self) -> None:

@@ -10,7 +10,8 @@ from service.storage.tables import metadata
 
 def run_migrations(connection: Connection) -> None:
     # Batch mode: SQLite cannot alter a column, so the table is copied.
-    context.configure(connection=connection, target_metadata=metadata, render_as_batch=True, compare_type=True)
+    # All migrations are one transaction, which SQLite can do too since `database` begins it explicitly.
+    context.configure(connection=connection, target_metadata=metadata, render_as_batch=True, compare_type=True, transactional_ddl=True)
     with context.begin_transaction():
         context.run_migrations()
 

@@ -1,0 +1,38 @@
+"""Ctrl-C in the shell: the compile ends with its child, and says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.resources import resource_directory
+
+
+@pytest.mark.tpu
+@pytest.mark.system
+def test_an_interrupted_compile_leaves_no_child_and_exits_with_130(tmp_path: Path) -> None:
+    spec = resource_directory("examples") / "tiny-v5e-4.yaml"
+    command = [sys.executable, "-c", "from weighbridge.cli import main; main()", "compile", str(spec), "--json"]
+    environment = os.environ | {"WEIGHBRIDGE_DATA_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        # By then JAX is loaded and at work.
+        line = next(line for line in process.stderr if "tracing" in line)
+        assert line.startswith("candidate: tracing (at ")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(signal.SIGINT)
+        rest, out = process.stderr.read(), process.stdout.read()
+        assert process.wait(timeout=60) == 130
+    assert "interrupted; the compile was stopped" in rest
+    assert out == ""
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("weighbridge-")] == []
