@@ -274,6 +274,23 @@ def test_a_bar_shows_anything_above_zero_and_never_more_than_its_width() -> None
     assert bar(7.0, 5) == "█████"
 
 
+def test_a_defect_of_the_command_itself_is_no_verdict(run: Run, spec_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("weighbridge.local.weigh", break_down)
+    result, _ = run("compile", str(spec_file))
+    assert result.exit_code == 3
+    assert "RuntimeError: a defect" in result.stderr
+
+
+def test_a_report_that_cannot_be_saved_is_said(run: Run, spec_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result, _ = run("compile", str(spec_file), "--out", str(tmp_path / "file" / "report.json"))
+    assert result.exit_code == 3
+    assert "report.json cannot be written" in result.stderr
+
+
 def test_the_catalogue_names_every_family_with_derived_counts() -> None:
     result = CliRunner().invoke(main, ["catalog", "topologies", "--json"])
     by_name = {topology["name"]: topology for topology in json.loads(result.stdout)["topologies"]}
@@ -287,6 +304,7 @@ def test_a_missing_extra_is_named_with_the_line_that_installs_it(monkeypatch: py
     real = extras.importlib.util.find_spec
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else real(name, *rest))
     result = CliRunner().invoke(main, ["compile", str(spec_file)])
-    assert result.exit_code == 1
+    # 1 would say that the program does not fit.
+    assert result.exit_code == 3
     assert "needs libtpu" in result.stderr
     assert "pip install 'weighbridge[compile]'" in result.stderr

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from weighbridge.address import DEFAULT_URL, URL_VARIABLE
+from weighbridge.exits import EXIT_BAD_SPEC, EXIT_FAILED, EXIT_INTERRUPTED, Commands, NoAnswerError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +29,7 @@ Exit codes:
   2  the spec or the command line is wrong
   3  no answer: a program failed, or is too close to the capacity to tell before code generation
   5  timed out
+  130  interrupted; nothing is left running
 """
 
 _SPEC = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
@@ -43,7 +45,7 @@ _buffers_option = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="weighbridge")
 def main() -> None:
     """Weigh a training step before it trains: exact peak HBM on a mocked TPU topology, and what it is made of."""
@@ -77,7 +79,6 @@ def compile_command(
 
     require("compile", "compile")
     from service.compile.runner import ChildCompiler
-    from weighbridge import documents
     from weighbridge.local import weigh
     from weighbridge.progress import Progress
 
@@ -97,7 +98,7 @@ def compile_command(
             )
     except KeyboardInterrupt:
         errors.print("interrupted; the compile was stopped")
-        sys.exit(documents.EXIT_INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     _answer(spec, reports, as_json=as_json, out=out, num_buffers=num_buffers)
 
 
@@ -139,7 +140,7 @@ def submit(
             return
         reports = follow(client, job, spec.programs, page)
     if not reports:
-        raise click.ClickException(f"job {job['id']} ended with nothing measured; see {page}")
+        raise NoAnswerError(f"job {job['id']} ended with nothing measured; see {page}")
     _answer(spec, reports, as_json=as_json, out=None, num_buffers=num_buffers)
 
 
@@ -167,14 +168,15 @@ def steps_command(spec_file: Path, assignments: tuple[str, ...], as_json: bool, 
         report = steps.run_steps(spec, ChildSteps(), limits=settings.child_limits, errors=errors)
     except KeyboardInterrupt:
         errors.print("interrupted; the run was stopped")
-        sys.exit(documents.EXIT_INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     text = documents.to_json(report.model_dump(mode="json"))
-    if out is not None:
-        _save(out, text)
     if as_json:
         click.echo(text, nl=False)
     else:
         steps.print_steps(_stdout(), spec.scenario, report)
+    if out is not None:
+        # Last, so that an answer that cannot be saved is still seen.
+        _save(out, text)
     sys.exit(steps.exit_code(report))
 
 
@@ -299,7 +301,6 @@ def _read_spec(
 
 
 def _refuse_spec(source: str, error: SpecError) -> NoReturn:
-    from weighbridge.documents import EXIT_BAD_SPEC
     from weighbridge.render import print_problems
 
     print_problems(_stderr(), source, error.problems)
@@ -314,28 +315,28 @@ def _answer(spec: Spec, reports: Mapping[str, Report], *, as_json: bool, out: Pa
 
     pair = weigh_retry(spec.as_json(), tuple(reports.values()))
     text = to_json(document(reports, pair))
-    if out is not None:
-        _save(out, text)
     if as_json:
         click.echo(text, nl=False)
     else:
         print_reports(_stdout(), spec.scenario, reports, pair=pair, num_buffers=num_buffers)
+    if out is not None:
+        # Last, so that an answer that cannot be saved is still seen.
+        _save(out, text)
     sys.exit(exit_code(reports))
 
 
 def _save(path: Path, text: str) -> None:
-    """Raises click.ClickException: the file cannot be written."""
+    """Raises NoAnswerError: the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        raise click.FileError(str(path), error.strerror or str(error)) from error
+        raise NoAnswerError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def follow(client: Client, job: Mapping[str, Any], programs: tuple[str, ...], page: str) -> dict[str, Report]:
     """Show a job's events until it has ended; its reports by program. Ctrl-C leaves the job running and says so."""
     from service.records import Report
-    from weighbridge.documents import EXIT_INTERRUPTED
     from weighbridge.progress import Progress
 
     errors = _stderr()
@@ -358,7 +359,6 @@ def _client_errors() -> Iterator[None]:
     """Turn what a server refuses into a message and the documented exit code: 2 for a wrong request, 3 for a service that fails."""
     from service.errors import Problem
     from weighbridge.client import ClientError
-    from weighbridge.documents import EXIT_BAD_SPEC, EXIT_FAILED
     from weighbridge.render import print_problems
 
     try:

@@ -11,13 +11,7 @@ from pydantic import ValidationError
 
 from service.records import FailureKind, Pair, Report, ReportStatus
 from service.verdict_text import governing
-
-EXIT_FITS = 0
-EXIT_DOES_NOT_FIT = 1
-EXIT_BAD_SPEC = 2
-EXIT_FAILED = 3
-EXIT_TIMED_OUT = 5
-EXIT_INTERRUPTED = 130
+from weighbridge.exits import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_FITS, EXIT_TIMED_OUT
 
 _SEVERITY = (ReportStatus.FAILED, ReportStatus.DOES_NOT_FIT, ReportStatus.UNKNOWN, ReportStatus.OK)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-import click
+from weighbridge.exits import NoAnswerError
 
 _NEEDS = {
     "service": ("fastapi", "jinja2", "plotly", "psutil", "sqlalchemy", "uvicorn", "zstandard"),
@@ -16,10 +16,10 @@ def require(extra: str, command: str) -> None:
     """Refuse `command` where a package of `extra` is missing, with the line that installs it.
 
     Raises:
-        click.ClickException: at least one package is missing.
+        NoAnswerError: at least one package is missing.
     """
     missing = [name for name in _NEEDS[extra] if importlib.util.find_spec(name) is None]
     if missing:
-        raise click.ClickException(
+        raise NoAnswerError(
             f"`weighbridge {command}` needs {', '.join(missing)}, which this installation lacks; run: pip install 'weighbridge[{extra}]'"
         )

@@ -18,7 +18,7 @@ from service.spec import Spec
 from service.steps.interface import StepsRequest, StepsRunner
 from service.steps_records import CheckStatus, MemoryComparison, StepsReport, StepsStatus
 from service.units import UNKNOWN, format_bytes, format_count, format_parameters, format_seconds
-from weighbridge import documents
+from weighbridge import exits
 from weighbridge.progress import Progress
 
 _TITLES = {
@@ -67,12 +67,12 @@ def _tell(progress: Progress, event: ProgressEvent) -> None:
 def exit_code(report: StepsReport) -> int:
     """0 everything passed; 1 a check failed or the devices are too small; 3 failed; 5 timed out."""
     if report.failure is not None and report.failure.kind == FailureKind.KILLED_WALL:
-        return documents.EXIT_TIMED_OUT
+        return exits.EXIT_TIMED_OUT
     return {
-        StepsStatus.OK: documents.EXIT_FITS,
-        StepsStatus.CHECKS_FAILED: documents.EXIT_DOES_NOT_FIT,
-        StepsStatus.DOES_NOT_FIT: documents.EXIT_DOES_NOT_FIT,
-        StepsStatus.FAILED: documents.EXIT_FAILED,
+        StepsStatus.OK: exits.EXIT_FITS,
+        StepsStatus.CHECKS_FAILED: exits.EXIT_DOES_NOT_FIT,
+        StepsStatus.DOES_NOT_FIT: exits.EXIT_DOES_NOT_FIT,
+        StepsStatus.FAILED: exits.EXIT_FAILED,
     }[report.status]
 
 

@@ -182,6 +182,8 @@ class WorkerLine:
     slots: int
     memory_bytes: int
     seen: Moment
+    is_silent: bool
+    """Not heard of for longer than a lease lasts: its jobs are given to others."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,8 @@ def overview_context(
     newest: Sequence[Job],
     summaries: Mapping[str, Sequence[ReportSummary]],
     workers: Sequence[WorkerStatus],
+    now: datetime,
+    lease_seconds: float,
 ) -> OverviewContext:
     """The overview; of `newest`, newest first, the first finished job of each scenario is shown."""
     scenarios: dict[str, Job] = {}
@@ -213,7 +217,8 @@ def overview_context(
     for worker in workers:
         seen = moment(worker.seen_at)
         assert seen is not None
-        lines.append(WorkerLine(worker.host, ", ".join(worker.kinds), worker.slots, worker.memory_bytes, seen))
+        is_silent = (now - worker.seen_at).total_seconds() > lease_seconds
+        lines.append(WorkerLine(worker.host, ", ".join(worker.kinds), worker.slots, worker.memory_bytes, seen, is_silent))
     return OverviewContext(
         title="Overview",
         counts=tuple(Count(JOB_STATES[status], totals[status], f"/jobs?status={status.value}") for status in JobStatus),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import UTC, datetime
 from functools import cache
 from typing import Annotated, Any
 from urllib.parse import parse_qs
@@ -63,7 +64,7 @@ def render(name: str, context: Any, status: int = 200) -> HTMLResponse:
 
 
 @router.get("/")
-def overview_page(store: StoreDep) -> Response:
+def overview_page(store: StoreDep, settings: SettingsDep) -> Response:
     """What is weighed here, and the newest answer of each scenario."""
     newest = store.list_jobs(limit=200).jobs
     context = contexts.overview_context(
@@ -71,6 +72,8 @@ def overview_page(store: StoreDep) -> Response:
         newest=newest,
         summaries=store.list_report_summaries([job.id for job in newest]),
         workers=store.list_workers(),
+        now=datetime.now(UTC),
+        lease_seconds=settings.lease_seconds,
     )
     return render("overview.html", context)
 

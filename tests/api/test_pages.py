@@ -6,18 +6,20 @@ import gzip
 import itertools
 import json
 import re
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from fastapi.testclient import TestClient
 
 from service.api import charts
 from service.api.compare_context import compare_context
-from service.api.contexts import jobs_context
+from service.api.contexts import jobs_context, overview_context
 from service.api.job_context import job_context, json_for_script, program_view
 from service.api.pages import render
 from service.api.static_files import static_url
 from service.records import BUFFER_CLASSES, Collective, Failure, FailureKind, JobStatus, Peak, Report, ReportStatus
 from service.resources import resource_directory
+from service.storage.interface import WorkerStatus
 from service.storage.store import SqlStore
 from tests.browser.samples import NUM_POINTS, PEAK_INDEX, make_job, make_report
 from tests.browser.stored import add, start
@@ -306,6 +308,19 @@ def test_the_overview_shows_the_newest_answer_of_each_scenario(client: TestClien
     assert f'href="/jobs/{newest}"' in html
     assert "112.15 GiB" in html
     assert running not in html
+
+
+def test_a_worker_that_is_silent_for_longer_than_a_lease_is_marked() -> None:
+    now = datetime(2026, 3, 4, 12, tzinfo=UTC)
+
+    def worker(name: str, seconds_ago: int) -> WorkerStatus:
+        seen = now - timedelta(seconds=seconds_ago)
+        return WorkerStatus(id=name, host=name, pid=7, kinds=("compile",), slots=2, memory_bytes=3 << 30, started_at=seen, seen_at=seen)
+
+    context = overview_context(
+        counts={}, newest=[], summaries={}, workers=[worker("here", 59), worker("gone", 61)], now=now, lease_seconds=60
+    )
+    assert [(line.host, line.is_silent) for line in context.workers] == [("here", False), ("gone", True)]
 
 
 def test_a_wrong_spec_comes_back_with_its_text_and_every_problem(client: TestClient) -> None:

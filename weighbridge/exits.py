@@ -1,0 +1,34 @@
+"""The exit codes of the command, and the error that stands for the one that is easily mistaken: no answer is not a wrong answer."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import click
+
+EXIT_FITS = 0
+EXIT_DOES_NOT_FIT = 1
+EXIT_BAD_SPEC = 2
+EXIT_FAILED = 3
+EXIT_TIMED_OUT = 5
+EXIT_INTERRUPTED = 130
+
+
+class NoAnswerError(click.ClickException):
+    """The command could not do its work. Click's own errors end with 1, which here would say that a program does not fit."""
+
+    exit_code = EXIT_FAILED
+
+
+class Commands(click.Group):
+    """The group of all commands; what nobody caught is told in full and ends with `EXIT_FAILED`, where Python would end with 1."""
+
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        try:
+            super().main(*args, **options)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(EXIT_FAILED)
+        sys.exit(EXIT_FITS)
