@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from weighbridge.address import DEFAULT_URL, URL_VARIABLE
-from weighbridge.exits import EXIT_BAD_SPEC, EXIT_FAILED, EXIT_INTERRUPTED, Commands, NoAnswerError
+from weighbridge.exits import EXIT_BAD_SPEC, EXIT_FAILED, EXIT_INTERRUPTED, Commands, NoAnswerError, terminated_as_interrupted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +86,7 @@ def compile_command(
     settings = _settings(child_wall_seconds=wall_limit)
     errors = _stderr()
     try:
-        with Progress(spec.programs, errors) as progress:
+        with terminated_as_interrupted(), Progress(spec.programs, errors) as progress:
             reports = weigh(
                 spec,
                 ChildCompiler(settings.capacity_cache),
@@ -165,7 +165,8 @@ def steps_command(spec_file: Path, assignments: tuple[str, ...], as_json: bool, 
     settings = _settings(child_wall_seconds=wall_limit)
     errors = _stderr()
     try:
-        report = steps.run_steps(spec, ChildSteps(), limits=settings.child_limits, errors=errors)
+        with terminated_as_interrupted():
+            report = steps.run_steps(spec, ChildSteps(), limits=settings.child_limits, errors=errors)
     except KeyboardInterrupt:
         errors.print("interrupted; the run was stopped")
         sys.exit(EXIT_INTERRUPTED)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
@@ -32,3 +35,13 @@ class Commands(click.Group):
             traceback.print_exc()
             sys.exit(EXIT_FAILED)
         sys.exit(EXIT_FITS)
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM, which CI sends, stop the work in order as Ctrl-C does: children killed, directories removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

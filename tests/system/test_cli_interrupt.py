@@ -1,4 +1,4 @@
-"""Ctrl-C in the shell: the compile ends with its child, and says so."""
+"""Ctrl-C in the shell, or the SIGTERM of a CI runner: the compile ends with its child, and says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from service.resources import resource_directory
 
 @pytest.mark.tpu
 @pytest.mark.system
-def test_an_interrupted_compile_leaves_no_child_and_exits_with_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
+def test_a_stopped_compile_leaves_no_child_and_exits_with_130(tmp_path: Path, number: signal.Signals) -> None:
     spec = resource_directory("examples") / "tiny-v5e-4.yaml"
     command = [sys.executable, "-c", "from weighbridge.cli import main; main()", "compile", str(spec), "--json"]
     environment = os.environ | {"WEIGHBRIDGE_DATA_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
@@ -28,7 +29,7 @@ def test_an_interrupted_compile_leaves_no_child_and_exits_with_130(tmp_path: Pat
         assert line.startswith("candidate: tracing (at ")
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest, out = process.stderr.read(), process.stdout.read()
         assert process.wait(timeout=60) == 130
     assert "interrupted; the compile was stopped" in rest
