@@ -115,8 +115,7 @@ class ProgramMemory(Record):
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
-    peak_bytes: int = Field(description="argument + output - alias + temp, or the compiler's own peak where it tells one")
-    is_compilers_peak: bool
+    allocated_bytes: int = Field(description="argument + output - alias + temp: what the runtime reserves for one execution")
 
 
 class MemoryComparison(Record):
@@ -125,7 +124,7 @@ class MemoryComparison(Record):
     state_bytes: int = Field(description="one train state, per device, as it lies there")
     num_states_held: int = Field(description="states that the loop keeps alive at once, that being computed included")
     programs: tuple[ProgramMemory, ...]
-    predicted_bytes: int = Field(description="per device: the largest of the programs' peaks with the other states beside it")
+    predicted_bytes: int = Field(description="per device: the largest program with the other states beside it")
     measured_bytes: int | None = Field(description="per device; null where the backend does not tell")
     source: Literal["allocator", "host_rss_growth", "unknown"] = Field(
         description="allocator: peak bytes in use; host_rss_growth: of the child while it ran, over its devices, with all the host's noise"

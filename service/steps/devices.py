@@ -29,6 +29,14 @@ _FLAGS: Mapping[str, tuple[str, ...]] = {
     # A GPU's scatter-adds run in no fixed order otherwise, and no two runs would be equal bit for bit.
     "gpu": ("--xla_gpu_deterministic_ops=true",),
 }
+_HOST_FLAGS = (
+    # On a busy host the slowest of many virtual devices may come late to a collective; 40 seconds, the default, then abort the process.
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
+_THREADS_PER_HOST_DEVICE = 4
+"""A virtual device blocks a thread of the one pool in each collective it waits in, and starts independent ones in any order: with as many
+threads as devices, which is what a small host gets, all can be blocked in different collectives, each waiting for the others."""
 
 _PLATFORMS: Mapping[str, str] = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
@@ -56,7 +64,8 @@ def steps_environment(steps: StepsConfig, num_devices: int, work_dir: Path, envi
         "TMPDIR": str(work_dir),
         "TPU_LOG_DIR": str(work_dir),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": " ".join((f"--xla_force_host_platform_device_count={num_devices}", *_FLAGS.get(platform, ()))),
+        "XLA_FLAGS": " ".join((f"--xla_force_host_platform_device_count={num_devices}", *_HOST_FLAGS, *_FLAGS.get(platform, ()))),
+        "PJRT_NPROC": str(_THREADS_PER_HOST_DEVICE * num_devices),
         # Allocated as needed, so that the allocator's peak is what the steps took and not what was set aside; up to nearly all there is.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",

@@ -21,12 +21,12 @@ def predict(
 ) -> MemoryComparison:
     """The peak of a run from what each program needs by itself.
 
-    A program's own peak holds its input state and, undonated, the state it makes: two of those the loop keeps. A candidate that is
+    What a program takes holds its input state and, undonated, the state it makes: two of those the loop keeps. A candidate that is
     started ahead stands beside the remaining ones; the dropless program runs alone, what was started ahead being freed before it.
     """
     own = 1 if donates else 2
     beside = (num_states_held - own) * state_bytes
-    peaks = [memory.peak_bytes + (beside if memory.program == "candidate" else 0) for memory in programs]
+    peaks = [memory.allocated_bytes + (beside if memory.program == "candidate" else 0) for memory in programs]
     predicted = max(peaks)
     return MemoryComparison(
         state_bytes=state_bytes,

@@ -78,16 +78,15 @@ def test_what_fits_or_cannot_be_known_is_not_refused(estimate: Callable[..., Est
         refuse_unless_fits(estimate(devices), devices, is_reduced=False)
 
 
-def program_memory(name: str, peak: int) -> ProgramMemory:
+def program_memory(name: str, allocated: int) -> ProgramMemory:
     return ProgramMemory.model_validate(
         {
             "program": name,
             "argument_bytes": 100,
             "output_bytes": 90,
             "alias_bytes": 0,
-            "temp_bytes": peak - 190,
-            "peak_bytes": peak,
-            "is_compilers_peak": False,
+            "temp_bytes": allocated - 190,
+            "allocated_bytes": allocated,
         }
     )
 
