@@ -9,7 +9,7 @@ of DeepSeek-V3) and expands them itself; the backward pass then reduce-scatters 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,16 @@ class Mla(nnx.Module):
     def __init__(
         self, model: ModelConfig, *, seq_len: int, flash: bool, order: Order, dtype: str, param_dtype: str, rngs: nnx.Rngs
     ) -> None:
+        """Make the parameters.
+
+        Raises:
+            ValueError: the heads do not divide over the mesh that is set.
+        """
         mla, dim, heads = model.mla, model.dim, model.num_heads
+        if heads % axis_size(*RULES["heads"]):
+            raise ValueError(
+                f"{heads} attention heads do not divide over tensor {axis_size(*RULES['heads'])}; change the axis or the heads"
+            )
         q_in = mla.q_lora_rank or dim
         if mla.q_lora_rank is not None:
             self.q_down = parameter(rngs, (dim, q_in), ("embed", "lora"), dtype=param_dtype, fan_in=dim)
@@ -102,8 +111,8 @@ class Mla(nnx.Module):
             return dot_product(q, *self._expand(latent, kv_up), *places[:2], *places[:2], scale=self.scale)
         local, whole = spec("batch", "seq"), spec("batch", None)
         heads = spec("batch", "heads", "seq", None)
-        arguments = (q, latent, kv_up, *places[:2], *places[:2])
-        specs = (heads, spec("batch", "seq", None), spec(*self.kv_up.axes), local, local, whole, whole)
+        arguments: tuple[Any, ...] = (q, latent, kv_up, *places[:2], *places[:2])
+        specs: tuple[Any, ...] = (heads, spec("batch", "seq", None), spec(*self.kv_up.axes), local, local, whole, whole)
         if self.flash:
             from service.models import flash  # half a second to import, for those who use it
 
@@ -121,7 +130,7 @@ class Mla(nnx.Module):
         q_segments: Int[Array, "batch seq_local"],
         k_positions: Int[Array, "batch seq"],
         k_segments: Int[Array, "batch seq"],
-        kernel: object = None,
+        kernel: Any = None,
     ) -> Float[Array, "batch heads seq_local v"]:
         kv_up = jax.lax.all_gather(kv_up, RULES["embed"], axis=1, tiled=True)
         latent = jax.lax.all_gather(latent, "context", axis=1, tiled=True)

@@ -57,7 +57,7 @@ def make_kernel(num_heads: int, seq_len: int, *, order: Order) -> tuple[Any, Any
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([mask] * num_heads),
         block_sizes=splash.BlockSizes(
-            **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block)
+            block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
         ),
         head_shards=axis_size("tensor"),
         q_seq_shards=ranks,

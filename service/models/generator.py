@@ -7,6 +7,8 @@ for statistics or secrets. Plugs in under `jax.random` by JAX's own extension po
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,11 +25,11 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def _seed(seed: Array) -> UInt32[Array, " 1"]:
+def _seed(seed: Any) -> UInt32[Array, " 1"]:
     return _mix(jnp.asarray(seed).astype(jnp.uint32) + _ODD).reshape(1)
 
 
-def _fold_in(key: UInt32[Array, " 1"], data: Array) -> UInt32[Array, " 1"]:
+def _fold_in(key: UInt32[Array, " 1"], data: Any) -> UInt32[Array, " 1"]:
     return _mix(_mix(key) + _ODD * (jnp.asarray(data).astype(jnp.uint32) + np.uint32(1)))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
@@ -19,8 +20,8 @@ _FLOAT32_AXES = frozenset({"router_experts"})
 """Weights with one of these axes are used in float32, whatever the compute dtype."""
 
 
-def make_probes(params: nnx.State, arrays: Any, dtype: str) -> Any:
-    """A probe for each of `arrays`, the stacked layers' parameters `params` describes: in `dtype` for weights that are cast to it for use."""
+def make_probes(params: Any, arrays: Any, dtype: str) -> Any:
+    """A probe for each of `arrays`, the stacked parameters that `params` describes; in `dtype` for weights that are cast to it for use."""
 
     def probe(variable: nnx.Param, array: Array) -> Array:
         is_cast = len(variable.axes) > 1 and not _FLOAT32_AXES & set(variable.axes)
@@ -48,7 +49,7 @@ def _attach_forward(weight: Array, probe: Array) -> tuple[Array, Array]:
     return attach(weight, probe), jnp.zeros((), probe.dtype)
 
 
-def _attach_backward(like: Array, gradient: Array) -> tuple[None, Array]:
+def _attach_backward(like: Array | np.ndarray, gradient: Array) -> tuple[None, Array]:
     return None, gradient.astype(like.dtype)
 
 

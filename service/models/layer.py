@@ -61,7 +61,7 @@ class Layer(nnx.Module):
     def __init__(self, program: Program, kind: Literal["dense", "moe"], *, rngs: nnx.Rngs) -> None:
         model, train = program.config.model, program.config.train
         dtypes = {"dtype": train.dtype, "param_dtype": train.param_dtype}
-        norm = {"eps": model.norm_eps, "param_dtype": train.param_dtype, "rngs": rngs}
+        norm: dict[str, Any] = {"eps": model.norm_eps, "param_dtype": train.param_dtype, "rngs": rngs}
         self.attention_norm = RmsNorm(model.dim, **norm)
         self.attention = Mla(
             model,
@@ -108,7 +108,7 @@ class Layer(nnx.Module):
 
 def stack(make: Callable[..., nnx.Module], count: int, *, rngs: nnx.Rngs) -> nnx.Module:
     """`count` modules `make(rngs=...)` as one, every parameter with a leading dim for them; the body is traced once."""
-    return nnx.vmap(lambda rngs: make(rngs=rngs), in_axes=0, out_axes=0)(rngs.fork(split=count))
+    return nnx.vmap(lambda rngs: make(rngs=rngs), in_axes=0, out_axes=0)(rngs.split(count))
 
 
 def scan_stacked(
@@ -118,7 +118,8 @@ def scan_stacked(
 
     With `probes` (`gradients.make_probes`, a tree like the stack's parameters) the parameters' gradients go to them.
     """
-    graph, params, rest = nnx.split(stacked, nnx.Param, ...)
+    graph, *states = nnx.split(stacked, nnx.Param, ...)
+    params, rest = states
     tree = jax.tree.structure(params)
     xs = (jax.tree.leaves(params), None if probes is None else jax.tree.leaves(probes), rest)
 

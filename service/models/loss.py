@@ -38,11 +38,11 @@ def next_token_loss(
     Raises:
         ValueError: the sequence does not divide into the chunks of the context ranks.
     """
-    batch, seq, dim = hidden.shape
+    batch, seq, _ = hidden.shape
     ranks = axis_size("context")
     if seq % (ranks * num_chunks):
         raise ValueError(
-            f"seq_len {seq} does not divide into {num_chunks} vocab_chunks on each of {ranks} context ranks; use a divisor of {seq // ranks}"
+            f"seq_len {seq} does not divide into {num_chunks} vocab_chunks on each of {ranks} ranks; use a divisor of {seq // ranks}"
         )
 
     def chunk_loss(hidden: Array, head: Array, targets: Array, counts: Array) -> Array:
@@ -64,7 +64,7 @@ def next_token_loss(
             return WeightedLoss(chunk_loss(hidden, head, targets, counts), tokens)
         again = jax.checkpoint(chunk_loss, prevent_cse=False)
 
-        def add_chunk(total: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        def add_chunk(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
             hidden, targets, counts = chunk
             return total + again(hidden, head, targets, counts), None
 

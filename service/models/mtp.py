@@ -53,7 +53,7 @@ class MtpModule(nnx.Module):
 
     def __init__(self, program: Program, *, rngs: nnx.Rngs) -> None:
         model, train = program.config.model, program.config.train
-        norm = {"eps": model.norm_eps, "param_dtype": train.param_dtype, "rngs": rngs}
+        norm: dict[str, Any] = {"eps": model.norm_eps, "param_dtype": train.param_dtype, "rngs": rngs}
         self.hidden_norm = RmsNorm(model.dim, **norm)
         self.embedding_norm = RmsNorm(model.dim, **norm)
         # Both halves of the published [2 * dim, dim] projection, apart: their concatenated input never stands.
@@ -92,11 +92,17 @@ class Mtp(nnx.Module):
     ) -> tuple[WeightedLoss, MoeMetrics | None]:
         """Loss and metrics of each depth, stacked. `embed` and `loss` (hidden, targets, counts) are the main model's own."""
 
-        def depth(module: MtpModule, carry: tuple[Array, Ahead]) -> tuple[tuple[Array, Ahead], tuple[WeightedLoss, MoeMetrics | None]]:
+        def depth(module: MtpModule, carry: tuple[Array, Ahead]) -> tuple[tuple[Array, Ahead], tuple[Array, Ahead, MoeMetrics | None]]:
             hidden, ahead = carry
             ahead = ahead.deeper(places.segment_ids, self.order)
             hidden, metrics = module(hidden, embed(ahead.tokens), places)
-            return (hidden, ahead), (loss(module.final_norm(hidden), ahead.targets, ahead.counts), metrics)
+            return (hidden, ahead), (module.final_norm(hidden), ahead, metrics)
+
+        def depth_loss(out: tuple[Array, Ahead]) -> WeightedLoss:
+            hidden, ahead = out
+            return loss(hidden, ahead.targets, ahead.counts)
 
         with jax.named_scope("mtp"):
-            return scan_stacked(self.depths, depth, (hidden, ahead), remat=self.remat, probes=probes)[1]
+            _, (hiddens, aheads, metrics) = scan_stacked(self.depths, depth, (hidden, ahead), remat=self.remat, probes=probes)
+            # Apart from the blocks, and computed again in the backward pass: no depth's logits stand beside another's, or beside a block.
+            return jax.lax.map(jax.checkpoint(depth_loss), (hiddens, aheads)), metrics

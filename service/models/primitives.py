@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from service.models.axes import constrain
@@ -61,7 +62,7 @@ def weight(param: nnx.Param, dtype: str) -> Array:
 def gather(array: Array, axes: tuple[str | None, ...], dtype: str) -> Array:
     """A weight with these logical axes, cast to `dtype` on its shard, then gathered over the axes it is only stored over.
 
-    Its gradient is reduce-scattered in `dtype` and cast back on the shard. Dims for heads, hidden width and vocabulary stay cut over `tensor`.
+    Its gradient is reduce-scattered in `dtype` and cast back on the shard. Heads, hidden width and vocabulary stay cut over `tensor`.
     """
     return reshard(array.astype(dtype), axes, tuple(None if axis in GATHERED else axis for axis in axes))
 
@@ -93,12 +94,12 @@ class SwiGlu(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq dim"]) -> Float[Array, "batch seq dim"]:
         gate = constrain(x @ weight(self.gate, self.dtype), "batch", "seq", "mlp")
         up = constrain(x @ weight(self.up, self.dtype), "batch", "seq", "mlp")
-        hidden = jax.ad_checkpoint.checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
+        hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
         return constrain(jnp.einsum("bsf,df->bsd", hidden, weight(self.down, self.dtype)), "batch", "seq", "dim")
 
 
 def rope_frequencies(dim: int, *, theta: float, yarn: YarnConfig | None) -> np.ndarray:
-    """float32 [dim / 2]: radians per position of each rotated pair, stretched by YaRN where `yarn` is given (arXiv 2309.00071, section 3.2).
+    """float32 [dim / 2]: radians per position of each rotated pair, stretched by YaRN where it is given (arXiv 2309.00071, section 3.2).
 
     Pairs that turn more than `beta_fast` times over the original length keep their frequency, those that turn less than `beta_slow` times
     are slowed by `factor`, and a linear ramp over the pair's index lies between.

@@ -59,8 +59,8 @@ class _Built:
     """A model without arrays, and how its state is laid out."""
 
     graph: nnx.GraphDef
-    params: nnx.State
-    bias: nnx.State
+    params: Any
+    bias: Any
 
     def merge(self, params: Any, bias: Any) -> Decoder:
         """The model over these arrays; both trees have the leaves of the abstract ones in the same order."""
@@ -92,15 +92,15 @@ def build_train_program(config: StepConfig, program: ProgramName, mesh: Mesh, *,
 
 
 def init_state(config: StepConfig, mesh: Mesh, seed: int) -> State:
-    """A fresh state on the mesh's devices, each device making its own shards; the same for every program, and for every mesh but for pads."""
+    """A fresh state on the mesh's devices, each making its own shards; the same for every program, and for every mesh but for pads."""
     program = _program(config, "dropless", mesh, None)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, _abstract_state(config, _build(program, mesh), mesh))
 
     def make() -> State:
-        _, params, bias = nnx.split(Decoder(program, rngs=nnx.Rngs(params=make_key(seed))), nnx.Param, RouterBias)
-        params = nnx.to_pure_dict(params)
+        _, *states = nnx.split(Decoder(program, rngs=nnx.Rngs(params=make_key(seed))), nnx.Param, RouterBias)
+        params, bias = map(nnx.to_pure_dict, states)
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, _moment_dtype(config.train)))
-        return _assemble(params, zeros(params), zeros(params), nnx.to_pure_dict(bias), jnp.int32(0))
+        return _assemble(params, zeros(params), zeros(params), bias, jnp.int32(0))
 
     with jax.set_mesh(mesh):
         return jax.jit(make, out_shardings=shardings)()
@@ -139,7 +139,7 @@ def _abstract_state(config: StepConfig, built: _Built, mesh: Mesh) -> State:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     params, bias = (
-        nnx.to_pure_dict(nnx.State.from_flat_path({path: abstract(path, leaf) for path, leaf in nnx.to_flat_state(state)}))
+        nnx.to_pure_dict(nnx.from_flat_state([(path, abstract(path, leaf)) for path, leaf in nnx.to_flat_state(state)]))
         for state in (built.params, built.bias)
     )
     moments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, moment_dtype, sharding=leaf.sharding), params)
