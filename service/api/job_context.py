@@ -241,7 +241,7 @@ def job_context(
         created=moment(job.created_at),
         started=moment(job.started_at),
         finished=moment(job.finished_at),
-        compare_href=f"/compare?head={job.id}" if job.status == JobStatus.SUCCEEDED else "",
+        compare_href=f"/compare?head={job.id}" if job.kind == "compile" and job.status == JobStatus.SUCCEEDED else "",
     )
 
 

@@ -95,6 +95,7 @@ class CheckRow:
     """One check with its numbers."""
 
     check: CheckResult
+    title: str
     verdict: Verdict
     deviation: str
     tolerance: str
@@ -238,7 +239,8 @@ def _curve(
     if not known:
         return None
     low, high = (min(0.0, *known) if zero else min(known)), max(known)
-    margin = (high - low) * _TOP_MARGIN or max(abs(high) * 0.01, 1e-9)
+    # A flat line still needs a scale: of one around zero, of a hundredth of the value elsewhere.
+    margin = (high - low) * _TOP_MARGIN or abs(high) * 0.01 or 1.0
     bottom, top = (low if zero else low - margin), high + margin
     last = max(1, len(steps) - 1)
     num_warmup = sum(step.is_warmup for step in steps)
@@ -287,6 +289,7 @@ def _round_values(low: float, high: float, most: int = 4) -> list[float]:
 def _check_row(check: CheckResult) -> CheckRow:
     return CheckRow(
         check=check,
+        title=(check.name[0].upper() + check.name[1:]).replace("_", " ").replace("Mtp", "MTP"),
         verdict=CHECK_VERDICTS[check.status],
         deviation="" if check.deviation is None else f"{check.deviation:.2e}",
         tolerance="" if check.tolerance is None else "equal bits" if check.tolerance == 0 else f"{check.tolerance:.0e}",

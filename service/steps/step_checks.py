@@ -153,7 +153,7 @@ def loss_falls(context: CheckContext) -> Finding:
     finite = [value for value in series if value is not None]
     first, last = float(np.mean(finite[:5])), float(np.mean(finite[-5:]))
     detail = f"mean of the first five {first:.6f}, of the last five {last:.6f}, over {FALLING_STEPS} steps on one batch"
-    return Finding(last < first, detail, last - first, 0.0, {"loss": series})
+    return Finding(last < first, detail, numbers={"loss": series})
 
 
 def same_seed(context: CheckContext) -> Finding:
