@@ -6,6 +6,8 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Devices block threads of XLA's one pool in collectives and start independent ones in any order: 8 threads can all wait for each other.
+os.environ["PJRT_NPROC"] = "32"
 
 import pytest
 

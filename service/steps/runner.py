@@ -84,7 +84,8 @@ class ChildSteps:
                 failure = report.failure.model_copy(update={"log_tail": read_log_tail(ending.log)})
                 report = report.model_copy(update={"failure": failure})
             return report
-        findings.apply("known", {"child_peak_rss_bytes": ending.peak_rss_bytes})
+        # A child that ended before it was looked at has no figure, which is not one of 0.
+        findings.apply("known", {"child_peak_rss_bytes": ending.peak_rss_bytes or None})
         return _partial(findings, ending, limits)
 
 

@@ -75,7 +75,7 @@ def test_a_child_that_ends_badly_leaves_what_was_known(
     assert (report.mesh, report.num_parameters) == ({"fsdp": 4}, 1234)
     assert report.times is not None
     assert report.times.median_seconds == 2.5
-    assert report.child_peak_rss_bytes
+    assert report.child_peak_rss_bytes != 0, "a child that was gone before it was looked at has no figure"
 
 
 def test_a_cancelled_child_says_so(tmp_path: Path) -> None:
