@@ -130,7 +130,7 @@ class Decoder(nnx.Module):
         graph, state = nnx.split(engram)
         order = self.program.order
 
-        def read(state: nnx.State, streams: Array, rows: Array, segment_ids: Array) -> Array:
+        def read(state: Any, streams: Array, rows: Array, segment_ids: Array) -> Array:
             return streams + nnx.merge(graph, state)(streams, rows, segment_ids, order=order)
 
         return rematerialise(read, self.program.remat, in_scan=False)(state, streams, rows, segment_ids)

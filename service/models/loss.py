@@ -12,12 +12,12 @@ from service.models.axes import axis_size, constrain
 
 
 class WeightedLoss(NamedTuple):
-    """A sum of losses over tokens and the number of tokens that count."""
+    """A sum of losses over tokens and the number of tokens that count; of each depth where several are stacked."""
 
-    total: Float[Array, ""]
-    tokens: Float[Array, ""]
+    total: Float[Array, "*depths"]
+    tokens: Float[Array, "*depths"]
 
-    def mean(self) -> Float[Array, ""]:
+    def mean(self) -> Float[Array, "*depths"]:
         """Loss per counted token; 0 where none counts."""
         return self.total / jnp.maximum(self.tokens, 1.0)
 
