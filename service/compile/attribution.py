@@ -8,6 +8,7 @@ this order, and is then marked as inferred.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from service.compile.hlo import Instruction, Program, Value
 from service.compile.memory import Lifetime, MemoryDump
 from service.compile.scope_search import ScopeSearch
 from service.compile.scopes import BACKWARD, FORWARD, INPUT, OPTIMIZER, REMAT, Scope, parse_argument, parse_scope
+from service.records import STATE_CLASSES
 
 UNATTRIBUTED = "unattributed"
 _MOVES = frozenset(
@@ -26,6 +28,11 @@ _MOVES = frozenset(
     }
 )  # fmt: skip
 """Opcodes that pass a value on without making a new one."""
+
+_PIECEWISE_MOVES = frozenset({"async-done", "async-start", "concatenate", "custom-call", "dynamic-slice"})
+"""How the compiler brings an argument on chip piece by piece."""
+
+_ARGUMENT_SEARCH_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +91,19 @@ class Attributor:
         return Attribution(scope.role or "other_arguments", module, False, INPUT, instruction.op_name, instruction)
 
     def _updated_argument(self, update: Instruction) -> Scope | None:
-        """The module whose state an optimizer's instruction updates: that of the argument among its operands; None without one."""
-        for operand in update.operands:
-            source = self._program.instructions[self._program.resolve((operand, ()))[0]]
+        """The module whose state an optimizer's instruction updates: that of the nearest argument it reads; None without one."""
+        pending, seen = deque(update.operands), set[int]()
+        while pending and len(seen) < _ARGUMENT_SEARCH_LIMIT:
+            source = self._program.instructions[self._program.resolve((pending.popleft(), ()))[0]]
+            if source.id in seen:
+                continue
+            seen.add(source.id)
             if source.opcode == "parameter" and source.computation == self._program.entry:
                 scope = parse_argument(source.op_name)
-                if scope.role not in ("other_arguments", "batch") and scope.path:
+                if scope.role in STATE_CLASSES and scope.path:
                     return scope
+            elif source.opcode in _MOVES | _PIECEWISE_MOVES and source.opcode != "while":
+                pending.extend(source.operands)
         return None
 
     # Classes of temporaries

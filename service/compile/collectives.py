@@ -2,7 +2,7 @@
 
 One collective can be written as one instruction, as a start and a done, as an asynchronous wrapper or a fusion that calls it, or as a
 chain of fusions that overlap it with compute; each is counted once. Sizes are those of the operands, never of a start's tuple. Bytes are
-per device and logical (tile padding does not cross links).
+per device and logical (tile padding does not cross links). Where the compiler fuses a cast into a collective, the operand's type counts.
 
 Payload and wire bytes, for a group of n devices (ring or all-to-all factors):
 
@@ -20,8 +20,9 @@ Payload and wire bytes, for a group of n devices (ring or all-to-all factors):
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -32,6 +33,7 @@ from service.compile.hlo import Instruction, Program
 from service.compile.scope_search import ScopeSearch
 from service.compile.shapes import dtype_name, leaves, logical_bytes
 from service.compile.trips import Count, execution_counts
+from service.errors import AnalysisError
 
 WIRE_FACTORS: Mapping[str, str] = {
     "all-gather": "(n-1)/n",
@@ -163,6 +165,7 @@ def _instance(
     if kind == "all-reduce" and outer.opcode == "fusion" and _keeps_a_slice(program, outer):
         kind = "reduce-scatter"
     reach = reach_of(inner, mesh)
+    _check_result(program, inner, base_opcode(inner.opcode), reach)
     operands = _payload_shapes(program, inner, kind)
     payload, wire = _bytes(kind, operands, reach)
     found = search.find([(inner.id, ()), (outer.id, ())])
@@ -198,6 +201,23 @@ def _payload_shapes(program: Program, instruction: Instruction, kind: str) -> li
         # A permute in place names its output and both offsets too.
         operands = operands[:1]
     return [leaf for operand in operands for leaf in leaves(operand)]
+
+
+def _check_result(program: Program, instruction: Instruction, opcode: str, reach: Reach) -> None:
+    """Hold how many elements a synchronous collective yields against how many it is given; the compiler may fuse a cast into it."""
+    if instruction.opcode != opcode or opcode not in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
+        return
+    given = _num_elements(leaf for operand in instruction.operands for leaf in leaves(program.instructions[operand].shape))
+    yielded = _num_elements(leaves(instruction.shape))
+    factor = {"all-gather": Fraction(reach.group_size), "reduce-scatter": Fraction(1, reach.group_size)}.get(opcode, Fraction(1))
+    if yielded != factor * given:
+        raise AnalysisError(
+            f"{instruction.name} is given {given} elements and yields {yielded} over groups of {reach.group_size}; the dump is corrupted"
+        )
+
+
+def _num_elements(shapes: Iterable[Any]) -> int:
+    return sum(math.prod(shape.dimensions) for shape in shapes)
 
 
 def _bytes(kind: str, operands: list[Any], reach: Reach) -> tuple[int | None, Fraction | None]:

@@ -63,7 +63,9 @@ def transfer_groups(instruction: Instruction, slices: Sequence[Sequence[int]]) -
         if groups := _GROUP.findall(target):
             return tuple(tuple(_position(device, slices) for device in group.split(",")) for group in groups)
     except IndexError:
-        raise AnalysisError(f"{instruction.name} exchanges with {target}; the mesh has {len(slices)} slices of {len(slices[0])} devices") from None
+        raise AnalysisError(
+            f"{instruction.name} exchanges with {target}; the mesh has {len(slices)} slices of {len(slices[0])} devices"
+        ) from None
     raise AnalysisError(f"{instruction.name} crosses slices to {target!r}, which is no known spelling of devices")
 
 

@@ -90,7 +90,7 @@ def _donation_lost(evidence: Evidence) -> Iterator[Finding]:
         module=lost[0].what.module,
         buffer=lost[0].what.op_name,
         bytes=size,
-        spec_field="train.moment_dtype" if lost[0].what.buffer_class != "parameters" else "train.param_dtype",
+        spec_field="train.param_dtype" if lost[0].what.buffer_class == "parameters" else "train.moment_dtype",
         suggestion="give the new state the shapes, dtypes and shardings of the old one: a buffer is reused only by an equal one",
     )
 

@@ -46,12 +46,17 @@ _STATE_ROLES = {
 
 _MODULE_OF_KEY = {
     "attention": "mla",
+    "attention_connection": "mhc",
+    "block": "",
+    "depths": "",
+    "feed_forward_connection": "mhc",
     "expert_down": "experts",
     "expert_gate": "experts",
     "expert_up": "experts",
     "head": "logits",
+    "router": "router",
 }
-"""Pytree keys whose named scope is called otherwise; without this a weight and the work done with it would be two modules."""
+"""Pytree keys whose named scope is called otherwise, or that have none; a weight and the work done with it are one module."""
 
 _LAYER_RANGE = re.compile(r"_\d+(_\d+)?$")
 _NORM = re.compile(r"^\w+_norm$")

@@ -13,22 +13,26 @@ import pytest
 
 from service.compile.catalog import find_topology
 from service.compile.environment import child_environment
+from tests.compile import finding_programs
 from tests.compile.tpu_programs import MESHES
 
 TOGETHER = (
-    "scan_of_6_with_3_halos",
-    "nested_scans_7_by_5",
-    "combined_all_reduce",
-    "all_gather_over_two_axes",
-    "reduce_scatter",
-    "all_to_all",
-    "ragged_all_to_all",
-    "loop_with_bound_from_data",
-    "loop_that_counts_down_by_3",
-    "branch_with_all_reduce",
-    "offload_to_host",
+    (
+        "scan_of_6_with_3_halos",
+        "nested_scans_7_by_5",
+        "combined_all_reduce",
+        "all_gather_over_two_axes",
+        "reduce_scatter",
+        "all_to_all",
+        "ragged_all_to_all",
+        "loop_with_bound_from_data",
+        "loop_that_counts_down_by_3",
+        "branch_with_all_reduce",
+        "offload_to_host",
+    ),
+    finding_programs.NAMES,
 )
-"""Compiled in one process, since starting it takes longer than compiling them."""
+"""Compiled in one process each, since starting it takes longer than compiling them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def compile_on_tpu(tmp_path_factory: pytest.TempPathFactory) -> CompileOnTpu:
 
     def compiled(topology: str, name: str) -> Compiled:
         if (topology, name) not in known:
-            names = TOGETHER if name in TOGETHER else (name,)
+            names = next((together for together in TOGETHER if name in together), (name,))
             work_dir = tmp_path_factory.mktemp("tpu")
             for program, result in compile_programs(topology, names, work_dir).items():
                 known[topology, program] = result

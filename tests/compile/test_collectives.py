@@ -16,7 +16,7 @@ from tests.compile.conftest import Compiled, CompileOnTpu
 
 pytestmark = pytest.mark.tpu
 
-TOPOLOGIES = ["v5e:2x4", "v5p:2x2x2"]
+TOPOLOGIES = ["v5e:2x4", pytest.param("v5p:2x2x2", marks=pytest.mark.slow)]
 
 
 def collectives_of(compiled: Compiled) -> list[CollectiveInstance]:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.tpu
 CASES = [
     ("v5p:2x2x1", "train_step"),
     ("v5e:2x2", "train_step_in_vmem"),
-    ("v5p:2x2x1", "train_step_undonated"),
+    pytest.param("v5p:2x2x1", "train_step_undonated", marks=pytest.mark.slow),
     pytest.param("v6e:2x2", "train_step", marks=pytest.mark.slow),
     pytest.param("tpu7x:2x1x1", "train_step", marks=pytest.mark.slow),
     ("v5e:2x4", "offload_to_host"),
@@ -87,6 +87,7 @@ def test_lifetimes_add_up_to_usage_at_every_point(compile_on_tpu: CompileOnTpu) 
         assert sum(life.size for life in memory.alive_at(index)) == live
 
 
+@pytest.mark.slow
 def test_donation_lowers_the_peak_by_the_state(compile_on_tpu: CompileOnTpu) -> None:
     donated = read_memory(compile_on_tpu("v5p:2x2x1", "train_step").dump)
     kept = read_memory(compile_on_tpu("v5p:2x2x1", "train_step_undonated").dump)

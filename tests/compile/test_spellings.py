@@ -188,6 +188,17 @@ def test_groups_that_contradict_the_mesh_fail_the_analysis() -> None:
         read(text)
 
 
+def test_collective_that_yields_what_its_groups_cannot_make_fails_the_analysis() -> None:
+    program = recorded("v5e-2x4.all_gather_over_two_axes")
+    gather = next(i for i in program.instructions.values() if i.opcode == "all-gather")
+    gather.shape.dimensions[0] //= 2
+    try:
+        with pytest.raises(AnalysisError, match="is given 1048576 elements and yields 2097152 over groups of 4"):
+            collectives_in(program, AXES)
+    finally:
+        gather.shape.dimensions[0] *= 2
+
+
 def test_opcode_of_the_family_that_is_not_known_is_shown_as_unknown() -> None:
     program = recorded("v5e-2x4.all_gather_over_two_axes")
     gather = next(i for i in program.instructions.values() if i.opcode == "all-gather")

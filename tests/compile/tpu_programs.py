@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.compile import finding_programs
+
 STATISTICS = ("peak_memory_in_bytes", "total_allocation_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes")
 
 MESHES = {
@@ -239,6 +241,8 @@ def main(topology: str, out: Path, names: list[str]) -> None:
     axes = MESHES[topology]
     mesh = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     programs = make_programs(mesh)
+    if "expert" in axes:
+        programs |= finding_programs.make_programs(mesh)
     for program in names:
         directory = out / program
         directory.mkdir(parents=True)

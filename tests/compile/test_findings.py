@@ -1,0 +1,151 @@
+"""Every finding has a program that raises it and one that does the same work without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.compile.analyse import AnalysisContext, analyse
+from service.compile.findings import policy_without_effect
+from service.models.config import MeshAxes, MhcConfig, MoeConfig, MtpConfig, RematConfig, StepConfig, TrainConfig, tiny
+from service.records import Finding, Report, ReportStatus
+from tests.compile.conftest import CompileOnTpu
+from tests.compile.finding_programs import DIM, GLOBAL_BATCH, HALO, SEQ_LEN, STREAMS
+
+TOPOLOGY = "v5e:2x4"
+
+
+def config(remat: RematConfig | None = None) -> StepConfig:
+    """A configuration whose sizes are those of the programs."""
+    model = tiny()
+    assert model.engram is not None
+    engram = model.engram.model_copy(update={"layers": (1,)})
+    assert engram.halo == HALO
+    model = model.model_copy(update={"dim": DIM, "mhc": MhcConfig(num_streams=STREAMS), "mtp": MtpConfig(), "engram": engram})
+    axes = MeshAxes(fsdp=2, expert=2, context=2)
+    train = TrainConfig(seq_len=SEQ_LEN, per_device_batch=GLOBAL_BATCH / axes.num_devices, remat=remat or RematConfig())
+    return StepConfig(model=model, train=train, axes=axes, moe=MoeConfig())
+
+
+def context(step_config: StepConfig | None = None, **fields: object) -> AnalysisContext:
+    axes = {"fsdp": 2, "expert": 2, "context": 2}
+    return replace(AnalysisContext(mesh_axes=axes, device_slices=(0,) * 8, family="v5e", step_config=step_config), **fields)
+
+
+def findings_of(compile_on_tpu: CompileOnTpu, name: str, given: AnalysisContext) -> dict[str, Finding]:
+    """Kind to the first finding of it."""
+    found: dict[str, Finding] = {}
+    for finding in analyse(compile_on_tpu(TOPOLOGY, name).dump, context=given).fields["findings"]:
+        found.setdefault(finding.kind, finding)
+    return found
+
+
+LOCAL_SEQUENCE = GLOBAL_BATCH // 4 * SEQ_LEN * DIM * 2
+"""Bytes of [3, 4096, 1024] in bfloat16: a device's sequences whole."""
+CASES = [
+    ("halo_gathered", "halo_by_gather", "halo_by_permutes", LOCAL_SEQUENCE * STREAMS, "mesh.context", "engram/short_conv"),
+    # The scan keeps each of four layers' whole sequence where half would do, and does so twice.
+    ("context_parallelism_unused", "layers_whole", "layers_cut", 2 * 4 * LOCAL_SEQUENCE, "mesh.context", "layers"),
+    ("large_replicated_buffer", "state_replicated", "state_cut", 8192 * 2048 * 4, "mesh.fsdp", "w"),
+    ("donation_lost", "state_of_another_dtype", "state_cut", 8192 * 2048 * 4 // 8, "train.param_dtype", "w"),
+    # Rows of 4 float32 take 128 lanes each.
+    ("padding", "rows_of_4", "rows_of_128", 2**24 // 4 // 8 * (128 - 4) * 4, None, "streams"),
+    ("moe_buffers_dominate", "dispatch", "layers_cut", None, "moe.ragged_buffer_factor", "moe/dispatch"),
+    ("unattributed", "nameless", "layers_cut", None, None, None),
+]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("kind", "raising", "quiet", "size", "field", "module"), CASES, ids=[case[0] for case in CASES])
+def test_finding_is_raised_by_its_program_and_by_no_other_of_the_pair(
+    compile_on_tpu: CompileOnTpu, kind: str, raising: str, quiet: str, size: int | None, field: str | None, module: str | None
+) -> None:
+    found = findings_of(compile_on_tpu, raising, context(config()))[kind]
+    assert (found.spec_field, found.module) == (field, module)
+    assert found.bytes
+    if size is not None:
+        assert found.bytes == size
+    assert found.suggestion
+    assert kind not in findings_of(compile_on_tpu, quiet, context(config()))
+
+
+@pytest.mark.tpu
+def test_state_that_was_not_to_be_donated_is_no_lost_donation(compile_on_tpu: CompileOnTpu) -> None:
+    found = findings_of(compile_on_tpu, "state_of_another_dtype", context(config(), state_donated=False))
+    assert "donation_lost" not in found
+
+
+@pytest.mark.tpu
+def test_offload_that_keeps_nothing_on_the_host_is_found(compile_on_tpu: CompileOnTpu) -> None:
+    offloading = context(config(RematConfig(offload=("mla_q",))))
+    found = findings_of(compile_on_tpu, "layers_cut", offloading)["offload_ignored"]
+    assert found.spec_field == "train.remat.offload"
+    # Half of each of four layers' sequence is kept on each of two ranks.
+    assert found.bytes == 4 * LOCAL_SEQUENCE // 2
+    assert "offload_ignored" not in findings_of(compile_on_tpu, "offload_to_host", offloading)
+    assert "offload_ignored" not in findings_of(compile_on_tpu, "layers_cut", context(config()))
+
+
+LOG = (
+    "W1130 spmd_partitioner.cc:613] [SPMD] Involuntary full rematerialization. The compiler cannot go from sharding "
+    "{devices=[2,1,4]<=[8] last_tile_dim_replicate} to {devices=[1,4,2]<=[8]} efficiently for HLO operation "
+    '%reshape.7 = f32[24,4096]{1,0} reshape(%sine.3), metadata={op_name="jit(step)/jvp(layers)/mla/reshape"}. '
+    "As the last resort, SPMD will replicate the tensor and then partition it to obtain the target sharding\n"
+)
+
+
+@pytest.mark.tpu
+def test_warning_of_the_partitioner_is_a_finding_with_its_operation(compile_on_tpu: CompileOnTpu) -> None:
+    found = findings_of(compile_on_tpu, "layers_cut", context(config(), compiler_log=LOG + LOG))["involuntary_rematerialisation"]
+    assert found.buffer == "reshape.7"
+    assert "f32[24,4096]" in found.message
+    assert "jit(step)/jvp(layers)/mla/reshape" in found.message
+    assert "involuntary_rematerialisation" not in findings_of(compile_on_tpu, "layers_cut", context(config()))
+
+
+@pytest.mark.tpu
+def test_train_step_of_a_good_spec_has_no_findings(compile_on_tpu: CompileOnTpu) -> None:
+    given = AnalysisContext(mesh_axes={"fsdp": 2, "context": 2}, device_slices=(0,) * 4, family="v5p")
+    assert analyse(compile_on_tpu("v5p:2x2x1", "train_step").dump, context=given).fields["findings"] == ()
+
+
+def report(saved: int) -> Report:
+    return Report(
+        program="candidate",
+        status=ReportStatus.OK,
+        depth="memory",
+        peak_bytes=100 + saved,
+        allocated_bytes=120 + saved,
+        host_bytes=0,
+        classes={"saved_activations": saved, "parameters": 100},
+    )
+
+
+def test_policy_that_changes_no_byte_is_found_against_an_earlier_report() -> None:
+    found = policy_without_effect(report(30), report(30), field="train.remat.save")
+    assert found is not None
+    assert (found.kind, found.spec_field) == ("policy_without_effect", "train.remat.save")
+    assert policy_without_effect(report(30), report(20), field="train.remat.save") is None
+    failed = Report(program="candidate", status=ReportStatus.FAILED, depth="memory")
+    assert policy_without_effect(report(30), failed, field="train.remat.save") is None
+
+
+@pytest.mark.tpu
+def test_halo_equals_its_closed_form_and_its_gather_is_priced(compile_on_tpu: CompileOnTpu) -> None:
+    fields = analyse(compile_on_tpu(TOPOLOGY, "halo_by_permutes").dump, context=context(config())).fields
+    conv = next(use for use in fields["halo"] if use.name == "engram_conv")
+    rows = GLOBAL_BATCH // 4
+    assert conv.payload_bytes == conv.expected_payload_bytes == rows * 2 * HALO * STREAMS * DIM * 2
+    assert conv.verdict == "equal"
+    assert conv.gather_bytes == rows * SEQ_LEN * STREAMS * DIM * 2
+    # Two ranks: each sends one of its two halos, in each of four groups of batch shards.
+    assert conv.total_wire_bytes == 4 * rows * 2 * HALO * STREAMS * DIM * 2 * (2 - 1)
+
+
+@pytest.mark.tpu
+def test_halo_that_was_replaced_by_a_gather_is_missing(compile_on_tpu: CompileOnTpu) -> None:
+    fields = analyse(compile_on_tpu(TOPOLOGY, "halo_by_gather").dump, context=context(config())).fields
+    conv = next(use for use in fields["halo"] if use.name == "engram_conv")
+    assert (conv.static_count, conv.payload_bytes) == (0, 0)
+    assert conv.verdict.startswith("missing")
