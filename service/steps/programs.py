@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from service.models.axes import make_mesh
 from service.models.config import ProgramName, StepConfig
@@ -154,21 +155,33 @@ def _finite(value: Any) -> float | None:
     return number if np.isfinite(number) else None
 
 
+@dataclass(frozen=True)
+class StepsMade:
+    """What some steps gave."""
+
+    metrics: list[StepMetrics]
+    loads: list[NDArray[np.int64]]
+    """Assignments of each expert in each step, [layers, experts]; [0, 0] without experts."""
+    state: State | None
+    """The last one, on the host, where it was asked for."""
+
+
 def run_steps(
     step: CompiledStep, initial: State, num_steps: int, batch_at: Callable[[int], Batch], *, keep_state: bool = False
-) -> tuple[list[StepMetrics], State | None]:
-    """`num_steps` steps from a host state, one after another: their metrics, and the last state on the host where it is asked for."""
+) -> StepsMade:
+    """`num_steps` steps from a host state, one after another."""
     state = step.place(initial)
-    found = []
+    found, loads = [], []
     for index in range(num_steps):
         new, metrics = step(state, batch_at(index))
         found.append(read_metrics(step.config, metrics))
+        loads.append(np.asarray(metrics.get("expert_load", np.zeros((0, 0))), dtype=np.int64))
         if not step.donates:
             discard(state)
         state = new
     last = to_host(state) if keep_state else None
     discard(state)
-    return found, last
+    return StepsMade(found, loads, last)
 
 
 def losses(metrics: Iterable[StepMetrics], name: str = "loss") -> tuple[float | None, ...]:

@@ -117,3 +117,23 @@ def test_real_steps_run_through_the_service(server: tuple[subprocess.Popen[str],
     told = [step["metrics"]["loss"] for event in events if event["data"].get("name") == "step" for step in event["data"]["data"]["steps"]]
     assert told == losses, "each step was an event while it ran"
     assert client.get(f"/jobs/{job_id}").status_code == 200
+
+
+@pytest.mark.slow
+def test_the_public_case_passes_its_checks_through_the_service(server: tuple[subprocess.Popen[str], httpx.Client]) -> None:
+    _, client = server
+    text = (Path(__file__).parents[2] / "examples" / "steps-deepseek-custom-cpu-8.yaml").read_text()
+    posted = client.post("/api/v1/jobs?kind=steps", content=text, headers={"Content-Type": "application/yaml"})
+    assert posted.status_code == 202, posted.text
+    job_id = posted.json()["id"]
+    with client.stream("GET", f"/api/v1/jobs/{job_id}/events", timeout=1800) as answer:
+        assert [line for line in answer.iter_lines() if line.startswith("event: ")][-1] == "event: finished"
+    report = client.get(f"/api/v1/jobs/{job_id}/steps").json()["report"]
+    assert report["failure"] is None
+    assert {check["name"]: check["detail"] for check in report["checks"] if check["status"] != "passed"} == {}
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["load_balance"]["deviation"] <= 1e-6
+    assert checks["context_parallel"]["deviation"] <= 1e-6
+    assert len(checks["load_balance"]["numbers"]["loss_on"]) == 10
+    page = client.get(f"/jobs/{job_id}").text
+    assert page.count(">passed<") == len(report["checks"]) == 10
