@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from service.models.axes import make_mesh
-from service.models.config import MeshAxes, ModelConfig, MoeConfig, StepConfig, TrainConfig, tiny
+from service.models.config import PRESETS, MeshAxes, ModelConfig, MoeConfig, StepConfig, TrainConfig, tiny
 from service.models.train_step import TrainProgram, adamw_update, build_train_program, init_state
 
 S = 32
@@ -127,3 +127,25 @@ def test_a_fresh_state_is_the_same_on_every_mesh_but_for_pads() -> None:
     jax.tree.map(np.testing.assert_array_equal, alone["params"], cut["params"])
     assert all((leaf == 0).all() for leaf in jax.tree.leaves((alone["mu"], alone["nu"], alone["router_bias"])))
     assert float(np.std(alone["params"]["head"])) == pytest.approx(64**-0.5, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_no_table_or_lookup_array_bloats_the_program(name: str) -> None:
+    axes = MeshAxes(fsdp=2, expert=2, context=2)
+    settings = config(axes, PRESETS[name](), seq_len=256)
+    with jax.set_mesh(make_mesh(axes)):
+        program = build(settings)
+        lowered = program.jitted().lower(program.abstract_state, program.abstract_batch)
+    assert len(lowered.as_text()) < 10_000_000
+
+
+@pytest.mark.slow
+def test_the_program_does_not_grow_with_depth() -> None:
+    axes = MeshAxes(fsdp=2, expert=2, context=2)
+    sizes = []
+    for num_layers in (8, 61):
+        program = build(config(axes, PRESETS["deepseek-v3-671b"]().model_copy(update={"num_layers": num_layers}), seq_len=256))
+        with jax.set_mesh(make_mesh(axes)):
+            sizes.append(program.jitted().lower(program.abstract_state, program.abstract_batch).as_text().count("\n"))
+    assert sizes[0] == sizes[1]
