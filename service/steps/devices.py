@@ -85,9 +85,11 @@ def attached_devices(steps: StepsConfig, num_devices: int, *, memory_limit_bytes
 
     try:
         devices = jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
+        # JAX 0.12 fails an assertion, without words, where the platform's plugin is not installed.
+        reason = next(iter(str(error).splitlines()), "its plugin is not installed")
         raise NoDevicesError(
-            f"steps.devices is {steps.devices} and JAX finds no such device on this host ({str(error).splitlines()[0]}); "
+            f"steps.devices is {steps.devices} and JAX finds no such device on this host ({reason}); "
             f"use cpu:{num_devices}, or run on a host that has one"
         ) from error
     platform = devices[0].platform
