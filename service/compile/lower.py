@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from service.compile.catalog import Topology
 from service.compile.interface import CompileRequest
 from service.models.config import MeshAxes, ProgramName, StepConfig
+from service.models.costs import count_parameters
 from service.models.train_step import build_train_program
 from service.spec import parse_spec
 
@@ -25,7 +26,7 @@ class BuiltProgram:
     """Trees of `jax.ShapeDtypeStruct` with shardings."""
     state_donated: bool
     num_parameters: int | None
-    """Total over all devices; None where it is not known which arguments are parameters."""
+    """Total over all devices, by the closed form: Engram's padding rows are none. None where no model of this project is behind it."""
 
 
 class Weighed(Protocol):
@@ -63,7 +64,7 @@ class SpecProgram:
             jitted=built.jitted(),
             arguments=(built.abstract_state, built.abstract_batch),
             state_donated=0 in built.donate_argnums,
-            num_parameters=sum(leaf.size for leaf in jax.tree.leaves(built.abstract_state["params"])),
+            num_parameters=sum(count_parameters(self.step_config.model).values()),
         )
 
 
