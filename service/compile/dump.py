@@ -27,8 +27,8 @@ SCHEMA: Mapping[str, str] = {
     "HloInstructionProto": (
         "1 name string, 2 opcode string, 3 shape ShapeProto, 7 metadata OpMetadata, 8 literal LiteralProto, 9 parameter_number int64,"
         " 13 tuple_index int64, 14 dimensions int64*, 26 channel_id int64, 28 custom_call_target string, 63 comparison_direction string,"
-        " 35 id int64, 36 operand_ids int64*, 38 called_computation_ids int64*, 43 backend_config bytes, 47 is_host_transfer bool, 49 replica_groups ReplicaGroup*,"
-        " 71 use_global_device_ids bool, 52 source_target_pairs SourceTarget*, 68 frontend_attributes FrontendAttributes,"
+        " 35 id int64, 36 operand_ids int64*, 38 called_computation_ids int64*, 43 backend_config bytes,"
+        " 47 is_host_transfer bool, 49 replica_groups ReplicaGroup*, 71 use_global_device_ids bool, 52 source_target_pairs SourceTarget*, 68 frontend_attributes FrontendAttributes,"
         " 79 async_execution_thread string, 87 collective_device_list CollectiveDeviceListProto,"
         " 92 iota_collective_device_list IotaReplicaGroupListProto, 93 mesh_axes_replica_group_list MeshAxesReplicaGroupListProto"
     ),

@@ -31,4 +31,4 @@ ALLOWED: Mapping[str, type] = {
 def legal_value(name: str, value: Any) -> bool:
     """Whether `value` has the type the compiler takes for an allowed option; a bool is not a number here."""
     kind = ALLOWED[name]
-    return type(value) is kind and (kind is bool or value >= 0)
+    return type(value) is kind and (kind is bool or int(value) >= 0)
