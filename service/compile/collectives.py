@@ -49,6 +49,26 @@ WIRE_FACTORS: Mapping[str, str] = {
 _FAMILY = re.compile(r"^(all-(?!.*-done$)|collective-|ragged-all-|reduce-scatter|send$|recv$)")
 """What an opcode of the family looks like, known or not."""
 
+_GROUP_FIELDS = ("collective_device_list", "iota_collective_device_list", "mesh_axes_replica_group_list")
+
+_NEVER = frozenset(
+    {
+        "add",
+        "bitcast",
+        "broadcast",
+        "constant",
+        "convert",
+        "copy",
+        "fusion",
+        "get-tuple-element",
+        "multiply",
+        "parameter",
+        "reshape",
+        "tuple",
+    }
+)
+"""The most frequent opcodes, which are certainly none: most instructions are told by one look-up."""
+
 _EXPLICIT = frozenset(
     {
         "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute", "psum", "psum2",
@@ -91,15 +111,16 @@ def base_opcode(opcode: str) -> str:
 
 def is_collective(instruction: Instruction) -> bool:
     """Whether the instruction itself starts or is a collective, of a known kind or not."""
-    if instruction.opcode.endswith(("-done", "-update")):
+    opcode, proto = instruction.opcode, instruction.proto
+    if opcode in _NEVER or opcode.endswith(("-done", "-update")):
         return False
-    proto = instruction.proto
-    if instruction.opcode in ("send", "recv") and proto.is_host_transfer:
+    if opcode in ("send", "recv") and proto.is_host_transfer:
         # To the host, unless the multi-slice runtime stands behind it; the receiving half is not counted again.
         return transfer_kind(instruction) is not None
-    return bool(_FAMILY.match(instruction.opcode) or proto.source_target_pairs or proto.replica_groups) or any(
-        proto.HasField(field) for field in ("collective_device_list", "iota_collective_device_list", "mesh_axes_replica_group_list")
-    )
+    if _FAMILY.match(opcode) or proto.source_target_pairs or proto.replica_groups:
+        return True
+    # An opcode nobody foresaw is of the family when it has groups.
+    return any(proto.HasField(field) for field in _GROUP_FIELDS)
 
 
 def is_collective_result(program: Program, instruction: Instruction) -> bool:
@@ -140,14 +161,14 @@ def _started_before(program: Program, fusion: Instruction) -> set[tuple[str, int
     The compiler overlaps a collective with compute by a chain of fusions that all hold a copy of it, marked with an
     `async_collective_fusion_config`, and pass its buffers and semaphores on.
     """
-    started: set[tuple[str, int]] = set()
-    for operand in fusion.operands:
-        feeder = program.instructions[program.resolve((operand, ()))[0]]
-        if feeder.opcode in _WRAPPERS and feeder.id != fusion.id:
-            started |= {
-                (inner.opcode, inner.proto.channel_id) for inner in program.nested(feeder) if is_collective(inner) and _is_overlapped(inner)
-            }
-    return started
+    feeder_ids = {program.resolve((operand, ()))[0] for operand in fusion.operands}
+    return {
+        (inner.opcode, inner.proto.channel_id)
+        for feeder in map(program.instructions.__getitem__, sorted(feeder_ids))
+        if feeder.opcode in _WRAPPERS
+        for inner in program.nested(feeder)
+        if is_collective(inner) and _is_overlapped(inner)
+    }
 
 
 def _is_overlapped(instruction: Instruction) -> bool:

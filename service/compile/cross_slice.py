@@ -1,9 +1,9 @@
 """Collectives between slices, which the compiler spells as a send to and a receive from the multi-slice runtime.
 
 A multi-slice program is compiled for one slice: groups within it name that slice's devices only. What crosses slices is a `send` with
-`_xla_megascale_transfer_type` (`ALL_REDUCE`, `ALL_GATHER`, …) and `_xla_megascale_target`, which is counterparts `{1,2,3}x{0:3}` (devices 0
-to 3 of slices 1, 2 and 3, each with its counterparts), groups `{{100000,200000},…}` or links `{{100000->200000},…}`; ids count slices from 1 in
-units of 100,000. The `recv` beside it is the same collective's other half.
+`_xla_megascale_transfer_type` (`ALL_REDUCE`, `ALL_GATHER`, …) and `_xla_megascale_target`, which is counterparts `{1,2,3}x{0:3}`
+(devices 0 to 3 of slices 1, 2 and 3, each with its counterparts), groups `{{100000,200000},…}` or links `{{100000->200000},…}`; ids count
+slices from 1 in units of 100,000. The `recv` beside it is the same collective's other half.
 """
 
 from __future__ import annotations

@@ -19,28 +19,23 @@ from service.errors import AnalysisError
 SCHEMA: Mapping[str, str] = {
     "HloProto": "1 hlo_module HloModuleProto, 3 buffer_assignment BufferAssignmentProto",
     "HloModuleProto": (
-        "1 name string, 6 entry_computation_id int64, 3 computations HloComputationProto*, 4 host_program_shape ProgramShapeProto,"
-        " 7 schedule HloScheduleProto, 8 input_output_alias HloInputOutputAliasProto,"
+        "1 name string, 6 entry_computation_id int64, 3 computations HloComputationProto*, 8 input_output_alias HloInputOutputAliasProto,"
         " 14 spmd_parameters_shardings OpSharding*, 17 stack_frame_index StackFrameIndexProto"
     ),
-    "HloComputationProto": "1 name string, 2 instructions HloInstructionProto*, 5 id int64, 6 root_id int64, 8 execution_thread string",
+    "HloComputationProto": "1 name string, 2 instructions HloInstructionProto*, 5 id int64, 6 root_id int64",
     "HloInstructionProto": (
         "1 name string, 2 opcode string, 3 shape ShapeProto, 7 metadata OpMetadata, 8 literal LiteralProto, 9 parameter_number int64,"
-        " 13 tuple_index int64, 14 dimensions int64*, 26 channel_id int64, 28 custom_call_target string, 63 comparison_direction string,"
-        " 35 id int64, 36 operand_ids int64*, 38 called_computation_ids int64*, 43 backend_config bytes,"
-        " 47 is_host_transfer bool, 49 replica_groups ReplicaGroup*, 71 use_global_device_ids bool, 52 source_target_pairs SourceTarget*, 68 frontend_attributes FrontendAttributes,"
-        " 79 async_execution_thread string, 87 collective_device_list CollectiveDeviceListProto,"
-        " 92 iota_collective_device_list IotaReplicaGroupListProto, 93 mesh_axes_replica_group_list MeshAxesReplicaGroupListProto"
+        " 13 tuple_index int64, 26 channel_id int64, 63 comparison_direction string, 35 id int64, 36 operand_ids int64*,"
+        " 38 called_computation_ids int64*, 43 backend_config bytes, 47 is_host_transfer bool, 49 replica_groups ReplicaGroup*,"
+        " 52 source_target_pairs SourceTarget*, 68 frontend_attributes FrontendAttributes,"
+        " 87 collective_device_list CollectiveDeviceListProto, 92 iota_collective_device_list IotaReplicaGroupListProto,"
+        " 93 mesh_axes_replica_group_list MeshAxesReplicaGroupListProto"
     ),
-    "HloScheduleProto": "1 sequences SequencesEntry*",
-    "SequencesEntry": "1 key int64, 2 value InstructionSequence",
-    "InstructionSequence": "1 instruction_ids int64*",
     "HloInputOutputAliasProto": "1 entries AliasEntryProto*",
     "AliasEntryProto": "1 output_shape_index int64*, 2 parameter_number int64, 3 parameter_shape_index int64*",
     "StackFrameIndexProto": "1 file_names string*, 3 file_locations FileLocation*, 4 stack_frames StackFrame*",
     "FileLocation": "1 file_name_id int32, 3 line int32",
     "StackFrame": "1 file_location_id int32, 2 parent_frame_id int32",
-    "ProgramShapeProto": "1 parameters ShapeProto*, 2 result ShapeProto, 3 parameter_names string*",
     "ShapeProto": "2 element_type int32, 3 dimensions int64*, 4 tuple_shapes ShapeProto*, 5 layout LayoutProto",
     "LayoutProto": (
         "1 minor_to_major int64*, 6 tiles TileProto*, 16 tail_padding_alignment_in_elements int64, 7 element_size_in_bits int64,"
@@ -72,12 +67,12 @@ SCHEMA: Mapping[str, str] = {
     "LogicalBufferProto": "1 id int64, 2 size int64, 3 defined_at Location, 4 color int64",
     "Location": "4 instruction_id int64, 3 shape_index int64*",
     "BufferAllocationProto": (
-        "1 index int64, 2 size int64, 3 is_thread_local bool, 11 is_tuple bool, 5 is_entry_computation_parameter bool, 12 is_constant bool,"
+        "1 index int64, 2 size int64, 3 is_thread_local bool, 5 is_entry_computation_parameter bool, 12 is_constant bool,"
         " 6 parameter_number int64, 10 parameter_shape_index int64*, 13 is_parameter_aliased_with_output bool, 7 maybe_live_out bool,"
         " 8 color int64, 9 assigned Assigned*"
     ),
     "Assigned": "1 logical_buffer_id int64, 2 offset int64, 3 size int64",
-    "HeapSimulatorTrace": "1 events Event*, 2 whole_module_simulation bool, 3 buffer_allocation_index int64",
+    "HeapSimulatorTrace": "1 events Event*, 3 buffer_allocation_index int64",
     "Event": "1 kind int32, 2 buffer_id int64, 3 computation_name string, 4 instruction_name string, 5 share_with_canonical_id int64",
 }
 """Message to its fields. Enums are read as int32, which is how they are encoded."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from service.compile.shapes import TUPLE
 from service.errors import AnalysisError
@@ -18,8 +18,7 @@ Value = tuple[int, tuple[int, ...]]
 """One output of an instruction: its id and the index into its shape; the index is () where it has one output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One instruction; `proto` holds what is rarely asked for."""
 
     id: int
@@ -45,7 +44,6 @@ class Computation:
     name: str
     root: int
     instructions: tuple[int, ...]
-    execution_thread: str
 
 
 class Program:
@@ -78,9 +76,7 @@ class Program:
                 )
                 self.instructions[proto.id] = instruction
                 ids.append(proto.id)
-            self.computations[computation.id] = Computation(
-                computation.id, computation.name, computation.root_id, tuple(ids), computation.execution_thread
-            )
+            self.computations[computation.id] = Computation(computation.id, computation.name, computation.root_id, tuple(ids))
         self._check()
 
     def _check(self) -> None:
@@ -137,7 +133,7 @@ class Program:
         """Body or condition computation id to the id of its `while`."""
         return {called: i.id for i in self.instructions.values() if i.opcode == "while" for called in i.called}
 
-    @property
+    @cached_property
     def aliased_parameters(self) -> set[tuple[int, tuple[int, ...]]]:
         """Entry parameters (number, index) whose memory an output may reuse."""
         return {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in self._aliases.entries}

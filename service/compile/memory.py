@@ -46,7 +46,6 @@ class Allocation:
     color: int
     is_thread_local: bool
     is_constant: bool
-    is_tuple: bool
     maybe_live_out: bool
     parameter: tuple[int, tuple[int, ...]] | None
     """Parameter number and index within it, for an entry parameter."""
@@ -213,7 +212,6 @@ def _read_allocations(assignment: Any, buffers: Mapping[int, LogicalBuffer]) -> 
             color=entry.color,
             is_thread_local=entry.is_thread_local,
             is_constant=entry.is_constant,
-            is_tuple=entry.is_tuple,
             maybe_live_out=entry.maybe_live_out,
             parameter=(entry.parameter_number, tuple(entry.parameter_shape_index)) if is_parameter else None,
             is_aliased=entry.is_parameter_aliased_with_output,

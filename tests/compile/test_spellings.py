@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from service.compile.collective_report import Links, group_collectives, sum_collectives
@@ -202,7 +200,7 @@ def test_collective_that_yields_what_its_groups_cannot_make_fails_the_analysis()
 def test_opcode_of_the_family_that_is_not_known_is_shown_as_unknown() -> None:
     program = recorded("v5e-2x4.all_gather_over_two_axes")
     gather = next(i for i in program.instructions.values() if i.opcode == "all-gather")
-    program.instructions[gather.id] = replace(gather, opcode="all-juggle")
+    program.instructions[gather.id] = gather._replace(opcode="all-juggle")
     try:
         found = collectives_in(program, AXES)
     finally:
@@ -217,7 +215,7 @@ def test_opcode_of_the_family_that_is_not_known_is_shown_as_unknown() -> None:
 def test_instruction_with_groups_is_of_the_family_whatever_it_is_called() -> None:
     program = recorded("v5e-2x4.all_gather_over_two_axes")
     gather = next(i for i in program.instructions.values() if i.opcode == "all-gather")
-    program.instructions[gather.id] = replace(gather, opcode="exchange-everything")
+    program.instructions[gather.id] = gather._replace(opcode="exchange-everything")
     try:
         assert [(i.kind, i.is_known) for i in collectives_in(program, AXES)] == [("exchange-everything", False)]
     finally:
