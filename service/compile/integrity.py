@@ -45,7 +45,7 @@ def _check_buffer(buffer: LogicalBuffer, program: Program) -> None:
             f"buffer {buffer.id} of {instruction.name} is placed in memory space {buffer.color}, its layout in {shape.layout.memory_space}"
         )
     if buffer.color != HBM:
-        # On-chip memory may hold one core's half of what the shape says (a prefetch split between the cores of a v5p chip).
+        # On-chip buffers can be smaller than their shapes: v5p prefetches an s32[1,4096] of a flash kernel into 8,192 bytes.
         return
     padded = padded_bytes(shape)
     # Without tiles (scalars of reducers) the compiler rounds up to a tile of its own choice.

@@ -30,5 +30,6 @@ ALLOWED: Mapping[str, type] = {
 
 def legal_value(name: str, value: Any) -> bool:
     """Whether `value` has the type the compiler takes for an allowed option; a bool is not a number here."""
-    kind = ALLOWED[name]
-    return type(value) is kind and (kind is bool or int(value) >= 0)
+    if ALLOWED[name] is bool:
+        return isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
