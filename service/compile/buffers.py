@@ -90,6 +90,9 @@ class BufferBook:
 
     def _source(self, life: Lifetime) -> str | None:
         """file:line inside the model, of the first of these values that has one; outside a model, of the innermost frame."""
+        if self._memory.allocations[life.allocation].parameter is not None:
+            # Its frames are those of whoever called jit.
+            return None
         outside: str | None = None
         for buffer_id in (life.buffer_id, *life.shared_ids):
             instruction = self._program.instructions[self._memory.buffers[buffer_id].instruction_id]

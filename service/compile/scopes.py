@@ -35,6 +35,8 @@ _WRAPPED = re.compile(r"^(\w+)\((.*)\)$", re.DOTALL)
 _SCOPE_NAME = re.compile(r"^[A-Za-z_][\w.\-]*$")
 """What a scope may be called; an einsum's subscripts stand in the path too and are none."""
 _BRANCH = re.compile(r"^branch_\d+_fun$")
+_KERNEL = re.compile(r"^(static_sparsity_)?splash(_|$)")
+"""Scopes inside the bundled attention kernel; the module that calls it is what a reader knows."""
 
 _STATE_ROLES = {
     "mu": "optimizer_first_moment",
@@ -91,7 +93,7 @@ def parse_scope(op_name: str) -> Scope:
     for position, part in enumerate(parts):
         name, is_wrapped = _unwrap(part)
         is_primitive = position == len(parts) - 1 and not is_wrapped
-        is_scope = _SCOPE_NAME.match(name) and name not in _STRUCTURE and not _BRANCH.match(name)
+        is_scope = _SCOPE_NAME.match(name) and name not in _STRUCTURE and not _BRANCH.match(name) and not _KERNEL.match(name)
         # A scope that its transform repeats (`jvp(moe)/moe`) is one scope.
         if is_scope and not is_primitive and (not path or path[-1] != name):
             path.append(name)

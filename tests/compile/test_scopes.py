@@ -18,6 +18,7 @@ SCOPES = [
     ("jit(step)/jvp(layers)/while", "layers", "forward"),
     ("jit(step)/jvp(layers)/while/body/cond/branch_1_fun/mlp/add", "layers/mlp", "forward"),
     ("jit(step)/jvp(moe)/experts/ragged_dot_general/ragged-dot-none", "moe/experts", "forward"),
+    ("jit(step)/jvp(mla)/shard_map/static_sparsity_splash/splash_mha_fwd_residuals/pallas_call", "mla", "forward"),
     ("jit(step)/jvp(loss)/mul", "loss", "forward"),
     ("jit(step)/convert_element_type", "", None),
     # Merged instructions carry several names; the first with a scope counts.
