@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +197,17 @@ def test_truncated_dump_is_refused_with_its_reason(compile_on_tpu: CompileOnTpu)
     for length in (0, 1, 17, len(dump) // 3, len(dump) // 2, len(dump) - 1):
         with pytest.raises(AnalysisError, match=r"truncated|no HLO module|no buffer assignment"):
             read_memory(dump[:length])
+
+
+def test_timeline_is_xprofs_at_every_program_point(compile_on_tpu: CompileOnTpu, tmp_path: Path) -> None:
+    convert = pytest.importorskip("xprof.convert.raw_to_tool_data")
+    dump = compile_on_tpu("v5p:2x2x1", "train_step").dump
+    (tmp_path / "step.hlo_proto.pb").write_bytes(dump)
+    options = {"module_name": "step", "host": "step", "memory_space": "0"}
+    viewer = json.loads(convert.xspace_to_tool_data([str(tmp_path / "step.xplane.pb")], "memory_viewer", options)[0])
+    memory = read_memory(dump)
+    mib = 2**20
+    assert [round(float(size) * mib) for size in viewer["heapSizes"]] == list(memory.usage)
+    assert round(viewer["peakHeapMib"] * mib) == memory.peak_bytes
+    assert round(viewer["totalBufferAllocationMib"] * mib) == memory.allocated_bytes
+    assert round(viewer["entryComputationParametersMib"] * mib) == memory.argument_bytes
