@@ -166,8 +166,7 @@ def _halo_gathered(evidence: Evidence) -> Iterator[Finding]:
         instance
         for instance in evidence.collectives
         if instance.kind in ("all-gather", "all-to-all")
-        and instance.reach.axes is not None
-        and "context" in instance.reach.axes
+        and instance.reach.axes == ("context",)
         and instance.module.startswith("engram")
         and _holds_sequence(instance, evidence.config)
     ]
@@ -187,11 +186,17 @@ def _halo_gathered(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _holds_sequence(instance: CollectiveInstance, config: StepConfig) -> bool:
-    """Whether a collective moves floating-point activations that lie [batch, sequence shard, …] on each device."""
+    """Whether a collective moves floating-point activations that lie [batch, sequence shard, …, channels] on each device."""
     local = [local_batch(config), config.train.seq_len // config.axes.context]
     is_float = any(dtype.startswith(("bf", "f")) for dtype in instance.dtypes)
     channels = config.model.dim
-    return is_float and any(_has_run(shape, local) and shape[-1] >= channels for shape in instance.shapes if shape)
+    return is_float and any(_begins(shape, local) and shape[-1] >= channels for shape in instance.shapes if shape)
+
+
+def _begins(shape: Sequence[int], run: list[int]) -> bool:
+    """Whether a shape begins with these dims; a dim of 1 counts on neither side."""
+    wanted = [dim for dim in run if dim != 1]
+    return [dim for dim in shape if dim != 1][: len(wanted)] == wanted
 
 
 def _has_run(shape: Sequence[int], run: list[int]) -> bool:

@@ -11,13 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from service.compile.hlo import Instruction, Program, Value
-from service.compile.scopes import INPUT, Scope, parse_scope
+from service.compile.scopes import BACKWARD, FORWARD, INPUT, OPTIMIZER, REMAT, Scope, parse_scope
 
 _SEARCH_LIMIT = 96
 """Values looked at before a search is given up; a neighbourhood that means something is smaller."""
 
 _WRAPPERS = frozenset({"fusion", "async-start", "call", "call-start", "custom-call-start"})
 """Opcodes whose called computation is the instruction itself; loop bodies and reducers are programs of their own."""
+
+_ORDER = (FORWARD, REMAT, BACKWARD, OPTIMIZER)
+"""Phases in the order in which values flow through them."""
 
 _PLUMBING = frozenset({"get-tuple-element", "tuple", "parameter", "while", "bitcast"})
 
@@ -51,8 +54,17 @@ class ScopeSearch:
         return None
 
     def phase_of(self, values: Sequence[Value]) -> str | None:
-        """The phase these values (which share bytes) are made in; for a moved argument, the phase of its nearest user."""
+        """The phase these values (which share bytes) are made in.
+
+        Where none names its own, it is the latest phase among what they are made from: whatever depends on a gradient is backward, and
+        what does not is not, whoever reads it. What is made from arguments alone is of the phase that reads it first.
+        """
         found = self.find(values)
+        if found and not found.is_inferred and found.scope.phase not in (None, INPUT):
+            return found.scope.phase
+        made_from = {phase for value in values for phase in self._producer_phases(value)}
+        if made_from:
+            return max(made_from, key=_ORDER.index)
         if found and found.scope.phase not in (None, INPUT):
             return found.scope.phase
         for value in values:
@@ -61,6 +73,21 @@ class ScopeSearch:
                 if phase not in (None, INPUT):
                     return phase
         return None
+
+    def _producer_phases(self, value: Value) -> Iterator[str]:
+        """The phase of the nearest instruction with one, up each way that leads to this value within its computation."""
+        seen: set[int] = set()
+        pending = deque(self._program.instructions[value[0]].operands)
+        while pending and len(seen) < _SEARCH_LIMIT:
+            instruction = self._program.instructions[pending.popleft()]
+            if instruction.id in seen:
+                continue
+            seen.add(instruction.id)
+            phase = parse_scope(instruction.op_name).phase
+            if phase in _ORDER:
+                yield phase
+            elif instruction.opcode != "while":
+                pending.extend(instruction.operands)
 
     def fused(self, instruction: Instruction) -> Iterator[Instruction]:
         """The instructions inside a fusion or an asynchronous wrapper."""
