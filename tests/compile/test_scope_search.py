@@ -1,4 +1,4 @@
-"""Where the compiler dropped a name, the scope is the nearest relative's in a fixed order, and the phase that of what a value is made of."""
+"""A nameless value's scope is its nearest relative's, in a fixed order; its phase is that of what it is made of."""
 
 from __future__ import annotations
 
