@@ -22,7 +22,7 @@ CASES = [
     ("v5e:2x2", "train_step_in_vmem"),
     pytest.param("v5p:2x2x1", "train_step_undonated", marks=pytest.mark.slow),
     pytest.param("v6e:2x2", "train_step", marks=pytest.mark.slow),
-    pytest.param("tpu7x:2x1x1", "train_step", marks=pytest.mark.slow),
+    pytest.param("tpu7x:2x2x1", "train_step", marks=pytest.mark.slow),
     ("v5e:2x4", "offload_to_host"),
     ("v5e:2x4", "reduce_scatter"),
     ("v5p:2x2x2", "nested_scans_7_by_5"),

@@ -22,7 +22,7 @@ MESHES = {
     "v5e:2x2": {"fsdp": 2, "context": 2},
     "v5p:2x2x1": {"fsdp": 2, "context": 2},
     "v6e:2x2": {"fsdp": 2, "context": 2},
-    "tpu7x:2x1x1": {"fsdp": 2, "context": 2},
+    "tpu7x:2x2x1": {"fsdp": 4, "context": 2},
     "v5p:2x2x1*2": {"data": 2, "fsdp": 2, "context": 2},
 }
 """Mesh of each topology the programs are compiled for; `*2` is two slices."""
