@@ -1,4 +1,4 @@
-"""Every example is weighed by the real compiler: what fits and what does not, with parts that sum to the whole; slow but for the smallest."""
+"""Every example is weighed by the real compiler: what fits, what does not, parts that sum to the whole; slow but for the smallest."""
 
 from __future__ import annotations
 
