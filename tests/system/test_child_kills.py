@@ -39,10 +39,12 @@ ChildCompiler()(request, limits=ChildLimits(), on_event=lambda event: print(even
 def weigh(tmp_path: Path, kill_in: str, depth: Depth = "full") -> tuple[Report, list[psutil.Process]]:
     """A run whose child is killed as it enters a phase, and every process that belonged to it."""
     family: list[psutil.Process] = []
+    # The browser tests' driver lives as long as the test run.
+    others = set(psutil.Process().children())
 
     def kill(event: ProgressEvent) -> None:
         if event.name == kill_in:
-            (child,) = psutil.Process().children()
+            (child,) = set(psutil.Process().children()) - others
             family.extend([child, *child.children(recursive=True)])
             os.kill(child.pid, signal.SIGKILL)
 
