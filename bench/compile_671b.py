@@ -35,10 +35,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Run:
-    """One command, and what it reported."""
+    """One command, and what it reported of the program that needs most."""
 
     answer_seconds: float
     report: dict[str, Any]
+    peaks: dict[str, int]
+    """Program to its peak bytes."""
 
     @property
     def rss_bytes(self) -> int:
@@ -58,10 +60,12 @@ def weigh(spec: Path, *options: str) -> Run:
         )
         seconds = time.monotonic() - started
     document = json.loads(done.stdout)
-    report = document["reports"][0] if "reports" in document else document
-    if report["status"] == "failed":
-        raise SystemExit(f"{spec.name}: {report['failure']['kind']}: {report['failure']['message']}")
-    return Run(seconds, report)
+    reports = document.get("programs") or {document["program"]: document}
+    for report in reports.values():
+        if report["status"] == "failed":
+            raise SystemExit(f"{spec.name}: {report['failure']['kind']}: {report['failure']['message']}")
+    most = max(reports.values(), key=lambda report: report["allocated_bytes"])
+    return Run(seconds, most, {name: report["peak_bytes"] for name, report in reports.items()})
 
 
 def show(label: str, runs: list[Run]) -> Run:
