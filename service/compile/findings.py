@@ -24,6 +24,8 @@ _NOTABLE_SHARE = 0.01
 """Share of the peak below which a buffer is not worth a finding."""
 _NOTABLE_BYTES = 1 << 20
 _PADDING_FACTOR = 2
+_PADDING_SHARE = 0.001
+"""Share of the peak that tiles must waste in one buffer: small arrays are always padded, and nobody gains by mending them."""
 _DOMINANT_SHARE = 0.2
 _UNATTRIBUTED_SHARE = 0.03
 _MAX_PER_KIND = 8
@@ -208,10 +210,12 @@ def _has_run(shape: Sequence[int], run: list[int]) -> bool:
 def _padding(evidence: Evidence) -> Iterator[Finding]:
     """Buffers at the peak that tiles blow up beyond twice their size."""
     worst = []
+    least = max(_NOTABLE_BYTES, int(evidence.memory.peak_bytes * _PADDING_SHARE))
     for buffer in evidence.at_peak:
-        logical = buffer.life.size - evidence.book.padding_bytes(buffer.life)
-        if logical and buffer.life.size > _PADDING_FACTOR * logical and buffer.life.size >= _NOTABLE_BYTES:
-            worst.append((buffer.life.size - logical, logical, buffer))
+        waste = evidence.book.padding_bytes(buffer.life)
+        logical = buffer.life.size - waste
+        if logical and buffer.life.size > _PADDING_FACTOR * logical and waste >= least:
+            worst.append((waste, logical, buffer))
     worst.sort(key=lambda entry: -entry[0])
     for waste, logical, buffer in worst[:_MAX_PER_KIND]:
         record = evidence.book.record(buffer)
