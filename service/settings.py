@@ -88,7 +88,8 @@ class Settings(BaseModel):
         except ValidationError as error:
             known = ", ".join(PREFIX + name.upper() for name in cls.model_fields)
             lines = [
-                f"{PREFIX}{'_'.join(map(str, problem['loc'])).upper()} is {problem['input']!r}: {problem['msg']}"
+                f"{PREFIX}{'_'.join(map(str, problem['loc'])).upper()} is {problem['input']!r}: "
+                + ("there is no such setting" if problem["type"] == "extra_forbidden" else problem["msg"])
                 for problem in error.errors(include_url=False)
             ]
             raise SettingsError("; ".join(lines) + f". Known variables: {known}") from None

@@ -25,7 +25,7 @@ from service.models.config import (
     TrainConfig,
 )
 from service.records import Depth, JobKind
-from service.spec_checks import MISSING_TOPOLOGY, check_spec
+from service.spec_checks import MISSING_TOPOLOGY, check_spec, check_topology_name
 from service.spec_problems import nearest, problems_of
 from service.steps.config import StepsConfig
 
@@ -154,7 +154,11 @@ def parse_spec(data: Any) -> Spec:
         schema = problems_of(error, Spec)
         # An unknown preset leaves its fields empty; their absence is the same mistake.
         problems += [p for p in schema if not (problems and p.path.startswith("model"))]
-        problems += check_spec(_valid_sections(data))
+        sections = _valid_sections(data)
+        problems += check_spec(sections)
+        topology = _get(data, "mesh", "topology")
+        if "mesh" not in sections and isinstance(topology, str):
+            problems += check_topology_name(topology)
         raise SpecError(problems) from error
     problems += check_spec({name: getattr(spec, name) for name in Spec.model_fields})
     if problems:

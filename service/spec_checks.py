@@ -48,13 +48,21 @@ def _target(mesh: Any, steps: Any) -> Iterator[Problem]:
         )
 
 
+def check_topology_name(name: str) -> Iterator[Problem]:
+    """What is wrong with the name alone: told even where the rest of the mesh is unsound, and its axes cannot be multiplied."""
+    try:
+        find_topology(name)
+    except ValueError as error:
+        yield Problem("mesh.topology", name, str(error), "a name like v5p-512 or a shape like v5p:4x8x8")
+
+
 def _topology(mesh: Any) -> Iterator[Problem]:
     if mesh.topology is None:
         return
     try:
         topology = find_topology(mesh.topology, mesh.slices)
-    except ValueError as error:
-        yield Problem("mesh.topology", mesh.topology, str(error), "a name like v5p-512 or a shape like v5p:4x8x8")
+    except ValueError:
+        yield from check_topology_name(mesh.topology)
         return
     if mesh.num_devices != topology.num_devices:
         product = " × ".join(f"{name} {getattr(mesh, name)}" for name in AXIS_NAMES if getattr(mesh, name) > 1) or "every axis 1"

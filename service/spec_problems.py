@@ -41,7 +41,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
     """Every error of a validation, each with its dotted path, its value and what is legal there."""
-    return [_problem(details, model) for details in error.errors(include_url=False)]
+    all_details = error.errors(include_url=False)
+    # A list whose entries were refused counts as too short; its entries' own errors say what is wrong.
+    refused = {details["loc"][:-1] for details in all_details}
+    told = [details for details in all_details if not (details["type"] == "too_short" and details["loc"] in refused)]
+    return [_problem(details, model) for details in told]
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel]) -> Problem:
@@ -68,11 +72,17 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> Problem:
         return Problem(path, _shorten(value), f"{value!r} has characters a name cannot have", f"text that matches {context['pattern']}")
     if kind == "value_error":
         return Problem(path, _shorten(value), str(context["error"]), "as the message says")
+    if kind in ("model_type", "dict_type"):
+        return Problem(path, _shorten(value), f"is {_shorten(value)!r} where a mapping belongs", _mapping_with(_fields_at(model, location)))
     legal = next((text for prefix, text in _KINDS.items() if kind.startswith(prefix)), details["msg"])
     return Problem(path, _shorten(value), details["msg"][0].lower() + details["msg"][1:], legal)
 
 
 _BRANCHES = frozenset({"bool", "int", "str", "float"})
+
+
+def _mapping_with(fields: list[str]) -> str:
+    return f"a mapping with keys of: {', '.join(fields)}" if fields else "a mapping"
 
 
 def _fields_at(model: type[BaseModel], location: list[Any]) -> list[str]:

@@ -209,6 +209,20 @@ def test_everything_wrong_is_told_in_one_answer() -> None:
     assert set(problems(data)) >= {"train.dtype", "mesh", "model.engram.layers", "compiler_options.xla_dump_to", "extra"}
 
 
+def test_a_wrong_topology_is_told_beside_a_misspelt_axis() -> None:
+    assert set(problems({**GOOD, "mesh": {"topology": "v5p-7", "fsdpp": 2}})) == {"mesh.topology", "mesh.fsdpp"}
+
+
+def test_a_list_is_not_called_short_for_the_entries_that_were_refused() -> None:
+    assert list(problems(changed("programs", ["candidat"]))) == ["programs.0"]
+
+
+def test_a_word_where_a_section_belongs_is_told_what_the_section_holds() -> None:
+    message, legal = problems(changed("train", 5))["train"]
+    assert message == "is 5 where a mapping belongs"
+    assert legal.startswith("a mapping with keys of: seq_len")
+
+
 def test_an_unknown_preset_is_one_problem_not_one_per_missing_field() -> None:
     assert list(problems(changed("model.preset", "deepsek"))) == ["model.preset"]
 

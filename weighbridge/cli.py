@@ -32,7 +32,7 @@ Exit codes:
   130  interrupted; nothing is left running
 """
 
-_SPEC = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
+_SPEC = click.Path(allow_dash=True, path_type=Path)
 _server_option = click.option("--server", metavar="URL", help=f"The server; otherwise {URL_VARIABLE}, otherwise {DEFAULT_URL}.")
 _set_option = click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change the spec: --set train.seq_len=8192.")
 _program_option = click.option("--program", "programs", multiple=True, metavar="NAME", help="Weigh only this program. Repeatable.")
@@ -51,7 +51,7 @@ def main() -> None:
     """Weigh a training step before it trains: exact peak HBM on a mocked TPU topology, and what it is made of."""
 
 
-@main.command("compile", epilog=EXIT_CODES)
+@main.command("compile", epilog=EXIT_CODES, short_help="Weigh a spec here, without a server.")
 @click.argument("spec_file", metavar="SPEC", type=_SPEC)
 @_depth_option
 @_program_option
@@ -102,7 +102,7 @@ def compile_command(
     _answer(spec, reports, as_json=as_json, out=out, num_buffers=num_buffers)
 
 
-@main.command(epilog=EXIT_CODES + "Without --wait: 0 once the job is accepted.")
+@main.command(epilog=EXIT_CODES + "Without --wait: 0 once the job is accepted.", short_help="Send a spec to a server, which weighs it.")
 @click.argument("spec_file", metavar="SPEC", type=_SPEC)
 @_server_option
 @click.option("--wait", is_flag=True, help="Follow the job, then print its report and exit as `compile` does.")
@@ -146,6 +146,7 @@ def submit(
 
 @main.command(
     "steps",
+    short_help="Run real train steps on the devices at hand.",
     epilog="Exit codes: 0 every check passed; 1 a check failed, or the devices are too small; 2 wrong spec; 3 failed; 5 timed out.",
 )
 @click.argument("spec_file", metavar="SPEC", type=_SPEC)
@@ -181,7 +182,10 @@ def steps_command(spec_file: Path, assignments: tuple[str, ...], as_json: bool, 
     sys.exit(steps.exit_code(report))
 
 
-@main.command(epilog="Exit code: 0 once both were read, whatever the difference; 2 when they cannot be compared.")
+@main.command(
+    epilog="Exit code: 0 once both were read, whatever the difference; 2 when they cannot be compared.",
+    short_help="Say what grew between two reports.",
+)
 @click.argument("base", metavar="BASE")
 @click.argument("head", metavar="HEAD")
 @click.option("--program", help="Compare only this program; otherwise every one that both have.")
@@ -235,7 +239,7 @@ def worker(data_dir: Path | None) -> None:
     sys.exit(run_worker_process(_settings(data_dir=data_dir)))
 
 
-@main.command()
+@main.command(short_help="Start the service and weigh an example on it.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8090, show_default=True, help="Port; where it is in use, a free one.")
 @click.option("--example", default="deepseek-v3-671b-v5p-512", show_default=True, help="Which of the examples to weigh.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the database and the artifacts live.")

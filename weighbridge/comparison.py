@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def _sections(diff: ReportDiff) -> Iterator[RenderableType]:
         yield Text("Spec\n" + "\n".join(f"  {field.path}: {field.base} → {field.head}" for field in diff.spec))
     yield from _parts("Totals", [part for part in diff.totals if part.delta])
     yield from _parts("Classes at the peak", [part for part in diff.classes if part.delta])
-    yield from _parts("Modules at the peak", [part for part in diff.modules if part.delta])
+    yield from _parts("Modules at the peak", [part for part in diff.modules if part.delta], label=str)
     changed = [buffer for buffer in diff.buffers if buffer.change != "equal"]
     if changed:
         table = _table("Change", "Was", "Is")
@@ -140,7 +140,11 @@ def _sections(diff: ReportDiff) -> Iterator[RenderableType]:
     yield from _parts("Halo payload", [part for part in diff.halo if part.delta])
 
 
-def _parts(title: str, parts: Sequence[PartDiff]) -> Iterator[RenderableType]:
+def _words(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _parts(title: str, parts: Sequence[PartDiff], *, label: Callable[[str], str] = _words) -> Iterator[RenderableType]:
     if not parts:
         return
     table = _table("Change", "Was", "Is")
@@ -149,8 +153,9 @@ def _parts(title: str, parts: Sequence[PartDiff]) -> Iterator[RenderableType]:
         is_count = part.name.startswith("num_")
         show = format_count if is_count else format_bytes
         delta = f"{part.delta:+,}" if is_count and part.delta is not None else format_delta(part.delta)
-        name = part.name.removesuffix("_bytes").replace("_", " ") if "/" not in part.name else part.name
-        table.add_row(Text(delta, style=_style(part.delta)), show(part.base), show(part.head), name)
+        # Less head-room is the change to look at, as more bytes are elsewhere.
+        weight = -part.delta if part.delta and part.name == "headroom_bytes" else part.delta
+        table.add_row(Text(delta, style=_style(weight)), show(part.base), show(part.head), label(part.name))
     yield Group(Text(title, style="dim"), table)
 
 

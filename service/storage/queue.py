@@ -25,7 +25,7 @@ def lock_job(connection: Connection, job_id: str) -> RowMapping:
     """The job's row, held against other writers until the transaction ends. Raises NotFoundError."""
     row = connection.execute(select(jobs).where(jobs.c.id == job_id).with_for_update()).mappings().one_or_none()
     if row is None:
-        raise NotFoundError(f"there is no job {job_id!r}")
+        raise NotFoundError(f"there is no job {job_id!r} here; the list of jobs has the ids")
     return row
 
 

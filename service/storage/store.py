@@ -118,7 +118,7 @@ class SqlStore:
         with read(self._engine) as connection:
             row = connection.execute(select(jobs).where(jobs.c.id == job_id)).mappings().one_or_none()
         if row is None:
-            raise NotFoundError(f"there is no job {job_id!r}")
+            raise NotFoundError(f"there is no job {job_id!r} here; the list of jobs has the ids")
         return job_from_row(row)
 
     def list_jobs(self, filters: JobFilter | None = None, *, cursor: str | None = None, limit: int = 50) -> JobPage:
