@@ -10,7 +10,7 @@ def format_bytes(num_bytes: int | None) -> str:
     """Bytes with two decimals in the largest binary unit that keeps them above one: `15.89 GiB`; None is `unknown`."""
     if num_bytes is None:
         return UNKNOWN
-    sign = "-" if num_bytes < 0 else ""
+    sign = "−" if num_bytes < 0 else ""
     size = abs(num_bytes)
     for step, unit in _STEPS:
         if size >= step:
@@ -25,6 +25,13 @@ def format_delta(num_bytes: int | None) -> str:
     if num_bytes == 0:
         return "no change"
     return ("+" if num_bytes > 0 else "−") + format_bytes(abs(num_bytes))
+
+
+def format_share(share: float | None) -> str:
+    """A part of a whole (0 to 1) in percent: `16.2 %`; what is there but too little to show is `<0.1 %`, and `0.0 %` is nothing."""
+    if share is None:
+        return UNKNOWN
+    return "<0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
 
 
 def format_count(count: int | None) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from service.records import Failure, FailureKind, Report, ReportStatus
-from service.units import format_bytes, format_count, format_delta, format_parameters, format_seconds
-from service.verdict_text import governing, verdict_sentence
+from service.units import format_bytes, format_count, format_delta, format_parameters, format_seconds, format_share
+from service.verdict_text import advice, governing, verdict_sentence
 from tests.browser.samples import make_report
 
 
@@ -17,7 +17,7 @@ from tests.browser.samples import make_report
         (0, "0 B"),
         (1023, "1023 B"),
         (1536, "1.50 KiB"),
-        (-(3 << 20), "-3.00 MiB"),
+        (-(3 << 20), "−3.00 MiB"),
         (102_786_657_280, "95.73 GiB"),
         (5 << 40, "5.00 TiB"),
     ],
@@ -52,6 +52,28 @@ def test_every_verdict_names_both_sides() -> None:
     # Allocated bytes fit by themselves, and the program's code takes what is left.
     squeezed = fits.model_copy(update={"status": ReportStatus.DOES_NOT_FIT})
     assert verdict_sentence(squeezed).endswith("95.73 GiB available per device before program code, which takes the rest")
+
+
+def test_what_does_not_fit_says_where_to_begin() -> None:
+    assert advice(make_report()) == ""
+    over = make_report(scale=4)
+    assert over.capacity_bytes is not None
+    assert advice(
+        over.model_copy(update={"argument_bytes": over.capacity_bytes - (3 << 30), "classes": {"logits": 5 << 30, "gradients": 4 << 30}})
+    ) == ("State and batch leave 3.00 GiB. The most beside them is logits, 5.00 GiB: try more train.vocab_chunks.")
+    state_alone = over.model_copy(update={"argument_bytes": over.capacity_bytes})
+    assert advice(state_alone).startswith("State and batch alone take 95.73 GiB, so no remat policy or batch size helps")
+
+
+def test_a_share_of_nothing_and_a_share_too_small_to_show_are_told_apart() -> None:
+    assert [format_share(share) for share in (None, 0.0, 0.0004, 0.0005, 0.1618, 1.0)] == [
+        "unknown",
+        "0.0 %",
+        "<0.1 %",
+        "0.1 %",
+        "16.2 %",
+        "100.0 %",
+    ]
 
 
 def test_a_failed_program_decides_before_any_that_was_measured() -> None:

@@ -11,8 +11,8 @@ from rich.text import Text
 from service.breakdown import module_tree
 from service.errors import Problem
 from service.records import BUFFER_CLASSES, Pair, Report, ReportStatus, Timings
-from service.units import UNKNOWN, format_bytes, format_count, format_parameters, format_seconds
-from service.verdict_text import TITLES, verdict_sentence
+from service.units import UNKNOWN, format_bytes, format_count, format_parameters, format_seconds, format_share
+from service.verdict_text import TITLES, advice, verdict_sentence
 
 _STYLES = {
     ReportStatus.OK: "bold green",
@@ -50,6 +50,8 @@ def print_report(console: Console, report: Report, *, num_buffers: int) -> None:
         ),
         soft_wrap=True,
     )
+    if begin := advice(report):
+        console.print(Text(f"  {begin}"), soft_wrap=True)
     if report.allocated_bytes is not None and report.capacity_bytes is not None:
         console.print(_gauge(report, min(console.width, 100)))
     if report.failure is not None and report.failure.log_tail:
@@ -87,7 +89,7 @@ def print_problems(console: Console, source: str, problems: Sequence[Problem]) -
     for problem in problems:
         console.print(Text.assemble("\n  ", (problem.path or "(whole spec)", "bold"), f"  {problem.message}"), soft_wrap=True)
         if problem.value is not None:
-            console.print(Text.assemble(("    given  ", "dim"), str(problem.value)), soft_wrap=True)
+            console.print(Text.assemble(("    given  ", "dim"), str(problem.value).replace("\n", "\n           ")), soft_wrap=True)
         if problem.legal:
             console.print(Text.assemble(("    legal  ", "dim"), problem.legal), soft_wrap=True)
 
@@ -179,7 +181,7 @@ def _breakdown(title: str, rows: list[tuple[str, int]], whole: int) -> Table:
     longest = max((num_bytes for _, num_bytes in rows), default=0)
     for name, num_bytes in rows:
         filled = Text(bar(num_bytes / longest if longest else 0.0, 16), style="cyan")
-        table.add_row(Text(name), filled, format_bytes(num_bytes), f"{100 * num_bytes / whole:.1f} %" if whole else "")
+        table.add_row(Text(name), filled, format_bytes(num_bytes), format_share(num_bytes / whole) if whole else "")
     return table
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.breakdown import module_tree
-from service.records import BUFFER_CLASSES, Report, Timeline
+from service.records import BUFFER_CLASSES, Report, Timeline, TimelinePoint
 from service.units import format_bytes
 
 _GIB = 1 << 30
@@ -215,12 +215,19 @@ def timeline_data(report: Report) -> dict[str, Any] | None:
     return {
         "x": [point.index for point in timeline.points],
         "y": [round(point.live_bytes / _GIB, 6) for point in timeline.points],
-        "text": [f"{format_bytes(point.live_bytes)}<br>{point.instruction}" for point in timeline.points],
+        "text": [_point_text(timeline, point) for point in timeline.points],
         "last": _last_index(timeline),
         "peak": {"x": timeline.peak_index, "y": round(peak.live_bytes / _GIB, 6), "label": f"peak {format_bytes(report.peak_bytes)}"},
         "spans": [{"name": span.name, "start": span.start_index, "end": span.end_index} for span in timeline.spans],
         "capacity": None if report.capacity_bytes is None else round(report.capacity_bytes / _GIB, 6),
     }
+
+
+def _point_text(timeline: Timeline, point: TimelinePoint) -> str:
+    """What the pointer shows: bytes, the innermost loop or call the point stands in, the instruction."""
+    around = [span for span in timeline.spans if span.start_index <= point.index <= span.end_index]
+    innermost = [min(around, key=lambda span: span.end_index - span.start_index).name] if around else []
+    return "<br>".join([format_bytes(point.live_bytes), *innermost, point.instruction])
 
 
 def _last_index(timeline: Timeline) -> int:

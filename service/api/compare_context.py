@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Side:
     job: Job
     href: str
     topology: str
+    commit: str | None
     created: Moment | None
     verdict: Verdict
     report: Report
@@ -162,6 +163,7 @@ def _side(role: str, job: Job, report: Report, full: int) -> Side:
         job=job,
         href=f"/jobs/{job.id}?program={report.program}",
         topology=topology_sentence(mesh.get("topology"), int(mesh.get("slices", 1))),
+        commit=job.git.commit_sha[:10] if job.git.commit_sha else None,
         created=moment(job.created_at),
         verdict=VERDICTS[report.status],
         report=report,
@@ -182,7 +184,7 @@ def _difference(diff: ReportDiff) -> Difference:
         spec=tuple(_readable(field) for field in diff.spec),
         totals=_rows([part for part in diff.totals if part.name.endswith("_bytes")]),
         classes=_rows([part for part in diff.classes if part.delta]),
-        modules=_rows([part for part in diff.modules if part.delta]),
+        modules=_rows([part for part in diff.modules if part.delta], label=str),
         buffers=tuple(_buffer(entry) for entry in diff.buffers if entry.change != "equal"),
         num_equal_buffers=sum(entry.head_count for entry in diff.buffers if entry.change == "equal"),
         halo=_rows([part for part in diff.halo if part.delta]),
@@ -201,7 +203,11 @@ def _direction(delta: int | None) -> str:
     return "same" if not delta else "more" if delta > 0 else "less"
 
 
-def _rows(parts: Iterable[PartDiff]) -> tuple[ChangeRow, ...]:
+def _words(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _rows(parts: Iterable[PartDiff], *, label: Callable[[str], str] = _words) -> tuple[ChangeRow, ...]:
     listed = list(parts)
     longest = max((abs(part.delta or 0) for part in listed), default=0)
     rows = []
@@ -209,7 +215,7 @@ def _rows(parts: Iterable[PartDiff]) -> tuple[ChangeRow, ...]:
         width = charts.percent(abs(part.delta or 0), 2 * longest)
         rows.append(
             ChangeRow(
-                name=part.name if "/" in part.name else part.name.removesuffix("_bytes").replace("_", " "),
+                name=label(part.name),
                 base_bytes=part.base,
                 head_bytes=part.head,
                 delta_bytes=part.delta,

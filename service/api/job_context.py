@@ -17,7 +17,7 @@ from service.retry import weigh_retry
 from service.steps.interface import STEPS_PROGRAM
 from service.storage.interface import Artifact
 from service.units import format_bytes, format_parameters
-from service.verdict_text import governing, verdict_sentence
+from service.verdict_text import advice, governing, verdict_sentence
 
 PHASES: Mapping[str, str] = {
     "start_seconds": "start",
@@ -135,15 +135,18 @@ class ProgramView:
 
     report: Report
     verdict: Verdict
+    advice: str
+    """Where to begin with a program that does not fit; empty otherwise."""
     gauge: charts.Gauge | None
     figures: tuple[Figure, ...]
     timeline: charts.TimelineDrawing | None
     timeline_json: str
     """For the script; `<` is escaped, so that no instruction's name can end the element it stands in."""
     classes: tuple[charts.Bar, ...]
+    small_classes: tuple[charts.Bar, ...]
     modules: tuple[charts.Bar, ...]
     small_modules: tuple[charts.Bar, ...]
-    """The rows of the tree below a thousandth of the peak, shown on demand."""
+    """The rows below a thousandth of the peak, as `small_classes` are: shown on demand."""
     buffers: tuple[BufferRow, ...]
     num_buffers_at_peak: int | None
     peak_position: float | None
@@ -180,7 +183,8 @@ class JobContext:
     title: str
     job: Job
     state: Verdict
-    topology: str
+    subject: str
+    """What was weighed on what: topology, chips, devices, and the parameters once they are known."""
     is_live: bool
     last_event: int
     """Sequence of the newest event shown: the script listens from there on."""
@@ -217,7 +221,7 @@ def job_context(
         title=job.scenario,
         job=job,
         state=JOB_STATES[job.status],
-        topology=steps_sentence(job.spec) if job.kind == "steps" else topology_sentence(mesh.get("topology"), int(mesh.get("slices", 1))),
+        subject=steps_sentence(job.spec) if job.kind == "steps" else _subject(mesh, chosen),
         is_live=job.status not in TERMINAL,
         last_event=events[-1].sequence if events else 0,
         tabs=tuple(
@@ -245,18 +249,28 @@ def job_context(
     )
 
 
+def _subject(mesh: Mapping[str, Any], report: Report | None) -> str:
+    topology = topology_sentence(mesh.get("topology"), int(mesh.get("slices", 1)))
+    if report is None or report.num_parameters is None:
+        return topology
+    return f"{topology} · {format_parameters(report.num_parameters)} parameters"
+
+
 def program_view(report: Report) -> ProgramView:
     """Everything shown of one program."""
     data = charts.timeline_data(report)
+    classes = charts.class_bars(report.classes, report.peak_bytes)
     modules = charts.module_bars(report.modules, report.peak_bytes)
     return ProgramView(
         report=report,
         verdict=verdict_of(report),
+        advice=advice(report),
         gauge=charts.gauge(report),
         figures=_figures(report) if report.peak_bytes is not None else (),
         timeline=charts.draw_timeline(report),
         timeline_json="" if data is None else json_for_script(data),
-        classes=charts.class_bars(report.classes, report.peak_bytes),
+        classes=tuple(row for row in classes if row.share >= _SMALL_SHARE),
+        small_classes=tuple(row for row in classes if row.share < _SMALL_SHARE),
         modules=tuple(row for row in modules if row.share >= _SMALL_SHARE),
         small_modules=tuple(row for row in modules if row.share < _SMALL_SHARE),
         buffers=tuple(_buffer_row(rank, buffer, report.timeline) for rank, buffer in enumerate(report.buffers, start=1)),
@@ -380,8 +394,6 @@ def _toolchain(report: Report) -> tuple[tuple[str, str], ...]:
     rows.append(("model source", chain.model_source[:16]))
     rows += [(name.replace("_", " "), str(value)) for name, value in chain.topology_arguments.items()]
     rows += [(name, str(value)) for name, value in chain.compiler_options.items()]
-    if report.num_parameters is not None:
-        rows.append(("parameters", format_parameters(report.num_parameters)))
     return tuple(rows)
 
 

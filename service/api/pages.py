@@ -48,7 +48,7 @@ def _environment() -> Environment:
         count=units.format_count,
         parameters=units.format_parameters,
         seconds=units.format_seconds,
-        share=lambda share: f"{share:.1%}".replace("%", " %"),
+        share=units.format_share,
         rate=lambda per_second: f"{per_second:,.0f}",
         ratio=lambda ratio: units.UNKNOWN if ratio is None else f"{ratio:.2f}×",
         words=lambda name: name.replace("_", " "),

@@ -43,7 +43,7 @@ function layout(data, lifetime, width) {
     });
   }
   return {
-    margin: { l: narrow.matches ? 40 : 56, r: 12, t: 10, b: 40 },
+    margin: { l: narrow.matches ? 48 : 56, r: 12, t: 10, b: 40 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink },
     xaxis: { range: [0, data.last], title: { text: "program point", standoff: 6 }, showgrid: false, zeroline: false, linecolor: colour("--rule-strong"), ticks: "outside", tickcolor: colour("--rule-strong"), ticklen: 4 },
@@ -67,6 +67,7 @@ function start(figure) {
   let lifetime = null;
   const draw = () => window.Plotly.react(plot, traces(data), layout(data, lifetime, plot.clientWidth - 68), { displayModeBar: false, responsive: true, doubleClick: "reset" });
   plot.hidden = false;
+  document.querySelector(".zoom-hint").hidden = false;
   figure.querySelector(".drawing").hidden = true;
   draw();
   dark.addEventListener("change", draw);
