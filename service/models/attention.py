@@ -9,6 +9,7 @@ of DeepSeek-V3) and expands them itself; the backward pass then reduce-scatters 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,12 +32,14 @@ MASKED = -1e30
 
 
 class Places(NamedTuple):
-    """Where each token stands: its position in its document, its document (0 is padding), and its rope angles."""
+    """Where each token stands: its position in its document, its document (0 is padding), its rope angles; and in which order they lie."""
 
     positions: Int[Array, "batch seq"]
     segment_ids: Int[Array, "batch seq"]
     cos: Float[Array, "batch seq rope"]
     sin: Float[Array, "batch seq rope"]
+    order: Order
+    """Of this call's sequence over the context ranks; not an array."""
 
 
 def active_yarn(model: ModelConfig, seq_len: int) -> YarnConfig | None:
@@ -44,18 +47,18 @@ def active_yarn(model: ModelConfig, seq_len: int) -> YarnConfig | None:
     return model.yarn if model.yarn is not None and seq_len > model.yarn.original_seq_len else None
 
 
-def make_places(model: ModelConfig, positions: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]) -> Places:
-    """Places of a batch, angles computed once for all layers."""
+def make_places(
+    model: ModelConfig, positions: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"], *, order: Order = Order.NATURAL
+) -> Places:
+    """Places of a batch that lies in `order`, angles computed once for all layers."""
     frequencies = rope_frequencies(model.mla.qk_rope_head_dim, theta=model.rope_theta, yarn=active_yarn(model, positions.shape[1]))
-    return Places(positions, segment_ids, *rope_tables(positions, frequencies))
+    return Places(positions, segment_ids, *rope_tables(positions, frequencies), order)
 
 
 class Mla(nnx.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    def __init__(
-        self, model: ModelConfig, *, seq_len: int, flash: bool, order: Order, dtype: str, param_dtype: str, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, model: ModelConfig, *, seq_len: int, flash: bool, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> None:
         """Make the parameters.
 
         Raises:
@@ -85,7 +88,7 @@ class Mla(nnx.Module):
         self.out = parameter(rngs, (dim, heads * mla.v_head_dim), ("embed", "heads"), dtype=param_dtype, fan_in=heads * mla.v_head_dim)
         self.mla, self.dtype = mla, dtype
         self.scale = score_scale(mla.qk_head_dim, active_yarn(model, seq_len))
-        self.flash, self.order = flash, order
+        self.flash = flash
 
     def __call__(self, x: Float[Array, "batch seq dim"], places: Places) -> Float[Array, "batch seq dim"]:
         mla = self.mla
@@ -116,13 +119,14 @@ class Mla(nnx.Module):
         if self.flash:
             from service.models import flash  # half a second to import, for those who use it
 
-            kernel, kernel_spec = flash.make_kernel(q.shape[1], q.shape[2], order=self.order)
+            kernel, kernel_spec = flash.make_kernel(q.shape[1], q.shape[2], order=places.order)
             arguments, specs = (*arguments, kernel), (*specs, kernel_spec)
         # Every mesh axis is manual: a partly automatic shard_map turns permutes and gathers into more than was asked for.
-        return jax.shard_map(self._attend_on_shard, in_specs=specs, out_specs=heads, check_vma=False)(*arguments)
+        return jax.shard_map(partial(self._attend_on_shard, places.order), in_specs=specs, out_specs=heads, check_vma=False)(*arguments)
 
     def _attend_on_shard(
         self,
+        order: Order,
         q: Float[Array, "batch heads seq_local qk"],
         latent: Float[Array, "batch seq_local latent"],
         kv_up: Float[Array, "rank up_local"],
@@ -140,7 +144,7 @@ class Mla(nnx.Module):
         from service.models import flash
 
         # The kernel counts keys in time, so latents are put in time, at a fraction of the keys' bytes.
-        latent, k_segments = (to_time_order(x, cp=axis_size("context"), order=self.order) for x in (latent, k_segments))
+        latent, k_segments = (to_time_order(x, cp=axis_size("context"), order=order) for x in (latent, k_segments))
         q = (q.astype(jnp.float32) * self.scale).astype(q.dtype)
         return flash.attend(kernel, q, *self._expand(latent, kv_up), q_segments, k_segments)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from service.models.attention import make_places
+from service.models.attention import Places, make_places
 from service.models.config import ModelConfig
 from service.models.embed import Embed
 from service.models.engram import Engram
@@ -20,6 +20,7 @@ from service.models.loss import next_token_loss
 from service.models.mhc import expand_streams, reduce_streams
 from service.models.moe import MoeMetrics
 from service.models.mtp import Ahead, Mtp
+from service.models.order import Mode
 from service.models.primitives import RmsNorm, gather, parameter
 from service.models.runs import layer_runs
 
@@ -68,19 +69,20 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"],
         positions: Int[Array, "batch seq"],
         *,
+        mode: Mode = "train",
         probes: Mapping[str, Any] | None = None,
     ) -> Losses:
-        """Losses of one batch, in the array order of training input; gradients of stacked layers go to `probes` where they are given."""
+        """Losses of one batch, in the array order of a call of this mode; gradients of stacked layers go to `probes` where given."""
         probes = probes or {}
         program = self.program
         model, train = program.config.model, program.config.train
-        places = make_places(model, positions, segment_ids)
+        places = make_places(model, positions, segment_ids, order=program.order_of(mode))
         streams = expand_streams(self.embed(tokens), model.mhc.num_streams)
         moe: dict[str, MoeMetrics] = {}
-        rows = self._hash(tokens, segment_ids)
+        rows = self._hash(tokens, places)
         for run in layer_runs(model):
             if run.has_engram:
-                streams = self._read_memory(getattr(self, run.engram_name), streams, rows[run.start], segment_ids)
+                streams = self._read_memory(getattr(self, run.engram_name), streams, rows[run.start], places)
             with jax.named_scope(f"{run.kind}_layers"):
                 streams, metrics = scan_stacked(
                     getattr(self, run.name),
@@ -101,7 +103,7 @@ class Decoder(nnx.Module):
             return next_token_loss(hidden, head, targets, counts, num_chunks=train.vocab_chunks)
 
         with jax.named_scope("loss"):
-            ahead = Ahead.start(tokens, targets, segment_ids, program.order)
+            ahead = Ahead.start(tokens, targets, segment_ids, places.order)
         main = loss(self.final_norm(hidden), ahead.targets, ahead.counts)
         mtp = jnp.float32(0)
         if model.mtp.depth:
@@ -112,25 +114,25 @@ class Decoder(nnx.Module):
         balance = sum((jnp.sum(metrics.balance_loss) for metrics in moe.values()), jnp.float32(0))
         return Losses(main.mean(), mtp, balance, main.tokens, moe)
 
-    def _hash(self, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]) -> dict[int, Int[Array, "batch seq hashes"]]:
+    def _hash(self, tokens: Int[Array, "batch seq"], places: Places) -> dict[int, Int[Array, "batch seq hashes"]]:
         """The table rows of every Engram layer."""
         if self.program.mapping is None:
             return {}
         with jax.named_scope("engram"):
-            return self.program.mapping(tokens, segment_ids, order=self.program.order)
+            return self.program.mapping(tokens, places.segment_ids, order=places.order)
 
     def _read_memory(
         self,
         engram: Engram,
         streams: Float[Array, "batch seq streams dim"],
         rows: Int[Array, "batch seq hashes"],
-        segment_ids: Int[Array, "batch seq"],
+        places: Places,
     ) -> Float[Array, "batch seq streams dim"]:
         """The streams with what Engram adds before a layer's attention, rematerialised as a layer is."""
         graph, state = nnx.split(engram)
-        order = self.program.order
+        order = places.order
 
         def read(state: Any, streams: Array, rows: Array, segment_ids: Array) -> Array:
             return streams + nnx.merge(graph, state)(streams, rows, segment_ids, order=order)
 
-        return rematerialise(read, self.program.remat, in_scan=False)(state, streams, rows, segment_ids)
+        return rematerialise(read, self.program.remat, in_scan=False)(state, streams, rows, places.segment_ids)

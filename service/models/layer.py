@@ -16,7 +16,7 @@ from service.models.gradients import attach
 from service.models.hashing import HashMapping
 from service.models.mhc import HyperConnection
 from service.models.moe import Moe, MoeMetrics
-from service.models.order import Order, resolve_order
+from service.models.order import Mode, Order, resolve_order
 from service.models.primitives import RmsNorm, SwiGlu
 
 
@@ -34,9 +34,11 @@ class Program:
     @property
     def order(self) -> Order:
         """The array order of training input."""
-        return resolve_order(
-            self.config.context, cp=self.config.axes.context, mode="train", has_engram=self.config.model.engram is not None
-        )
+        return self.order_of("train")
+
+    def order_of(self, mode: Mode) -> Order:
+        """The array order of the input of a call."""
+        return resolve_order(self.config.context, cp=self.config.axes.context, mode=mode, has_engram=self.config.model.engram is not None)
 
     @property
     def moe_run(self) -> dict[str, Any]:
@@ -67,7 +69,6 @@ class Layer(nnx.Module):
             model,
             seq_len=train.seq_len,
             flash=train.attention == "flash" and program.platform == "tpu",
-            order=program.order,
             **dtypes,
             rngs=rngs,
         )

@@ -78,7 +78,7 @@ class Mtp(nnx.Module):
 
     def __init__(self, program: Program, *, rngs: nnx.Rngs) -> None:
         self.depths = stack(partial(MtpModule, program), program.config.model.mtp.depth, rngs=rngs)
-        self.remat, self.order = program.remat, program.order
+        self.remat = program.remat
 
     def __call__(
         self,
@@ -94,7 +94,7 @@ class Mtp(nnx.Module):
 
         def depth(module: MtpModule, carry: tuple[Array, Ahead]) -> tuple[tuple[Array, Ahead], tuple[Array, Ahead, MoeMetrics | None]]:
             hidden, ahead = carry
-            ahead = ahead.deeper(places.segment_ids, self.order)
+            ahead = ahead.deeper(places.segment_ids, places.order)
             hidden, metrics = module(hidden, embed(ahead.tokens), places)
             return (hidden, ahead), (module.final_norm(hidden), ahead, metrics)
 

@@ -30,8 +30,8 @@ def model(**changes: Any) -> ModelConfig:
     return tiny().model_copy(update={"mla": MlaConfig(**sizes), "yarn": YarnConfig(factor=4, original_seq_len=10)})
 
 
-def build(config: ModelConfig, *, order: Order = Order.NATURAL, use_flash: bool = False, seq_len: int = S) -> Mla:
-    return Mla(config, seq_len=seq_len, flash=use_flash, order=order, dtype="float32", param_dtype="float32", rngs=nnx.Rngs(4))
+def build(config: ModelConfig, *, use_flash: bool = False, seq_len: int = S) -> Mla:
+    return Mla(config, seq_len=seq_len, flash=use_flash, dtype="float32", param_dtype="float32", rngs=nnx.Rngs(4))
 
 
 def packed(batch: int = B, seq: int = S) -> tuple[np.ndarray, np.ndarray]:
@@ -97,8 +97,8 @@ def inputs(config: ModelConfig, batch: int = B, seq: int = S) -> tuple[jax.Array
     return jax.random.normal(jax.random.key(1), (batch, seq, config.dim)), *packed(batch, seq)
 
 
-def places(config: ModelConfig, positions: np.ndarray, segments: np.ndarray) -> Places:
-    return make_places(config, jnp.asarray(positions), jnp.asarray(segments))
+def places(config: ModelConfig, positions: np.ndarray, segments: np.ndarray, order: Order = Order.NATURAL) -> Places:
+    return make_places(config, jnp.asarray(positions), jnp.asarray(segments), order=order)
 
 
 @pytest.mark.parametrize("q_lora_rank", [24, None])
@@ -195,8 +195,8 @@ def test_flash_equals_dot_product(monkeypatch: pytest.MonkeyPatch, cp: int, orde
     with jax.set_mesh(make_mesh(MeshAxes(context=cp), jax.devices()[:cp])):
         outs = [
             jax.jit(
-                lambda x, use_flash=use_flash: build(config, order=order, use_flash=use_flash, seq_len=seq)(
-                    x, places(config, positions, segments)
+                lambda x, use_flash=use_flash: build(config, use_flash=use_flash, seq_len=seq)(
+                    x, places(config, positions, segments, order)
                 )
             )(x)
             for use_flash in (False, True)

@@ -125,7 +125,7 @@ def test_packed_rows_give_what_each_document_gives_alone(context: int, load_bala
 
     def losses(state: nnx.State, start: jax.Array) -> Any:
         ahead = Ahead.start(tokens, targets, segments, order)
-        places = make_places(config.config.model, positions, segments)
+        places = make_places(config.config.model, positions, segments, order=order)
         loss = lambda hidden, targets, counts: next_token_loss(hidden, head(), targets, counts, num_chunks=1)  # noqa: E731
         return nnx.merge(graph, state)(start, ahead, places, embed=lambda tokens: table()[tokens], loss=loss)[0]
 

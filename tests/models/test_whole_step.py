@@ -32,7 +32,7 @@ from service.models.decoder import Decoder, Losses
 from service.models.generator import make_key
 from service.models.hashing import HashMapping
 from service.models.layer import Program
-from service.models.order import Order
+from service.models.order import Mode, Order
 from service.models.train_step import TrainProgram, build_train_program
 from service.steps.loop import RetryLoop
 from service.steps.programs import discard, has_overflowed, to_host
@@ -89,16 +89,17 @@ def filled(tree: Any) -> Any:
 # Combinations of parts, by the losses of one forward pass
 
 
-def forward(model: ModelConfig, axes: MeshAxes, context: ContextConfig) -> tuple[Losses, Order]:
-    """The losses of one packed batch, the same whatever the axes and the order."""
+def forward(model: ModelConfig, axes: MeshAxes, context: ContextConfig, mode: Mode = "train") -> tuple[Losses, Order]:
+    """The losses of one packed batch, the same whatever the axes, the order and the mode of the call; and the order it lay in."""
     # Not the identity: tokens share compressed ids, as with a real tokenizer.
     mapping = None if model.engram is None else HashMapping(model.engram, (np.arange(V) * 31 % 53).astype(np.int32))
     program = Program(config(model, axes, context=context), "dropless", "cpu", mapping)
-    batch = synthetic_batch(batch=B, seq_len=S, vocab_size=V, max_documents=3, cp=axes.context, order=program.order, seed=2)
+    order = program.order_of(mode)
+    batch = synthetic_batch(batch=B, seq_len=S, vocab_size=V, max_documents=3, cp=axes.context, order=order, seed=2)
     with jax.set_mesh(make_mesh(axes, jax.devices()[: axes.num_devices])):
         graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(program, rngs=nnx.Rngs(params=make_key(0)))))
-        run = jax.jit(lambda state, batch: nnx.merge(graph, state)(**batch), compiler_options=UNOPTIMISED)
-        return jax.device_get(run(filled(state), batch._asdict())), program.order
+        run = jax.jit(lambda state, batch: nnx.merge(graph, state)(**batch, mode=mode), compiler_options=UNOPTIMISED)
+        return jax.device_get(run(filled(state), batch._asdict())), order
 
 
 @cache
@@ -108,17 +109,21 @@ def alone(model: ModelConfig) -> Losses:
 
 
 @pytest.mark.parametrize(
-    ("model", "context", "order"),
+    ("model", "context", "mode", "order"),
     [
-        (EVERYTHING, BALANCED, Order.DUAL_CHUNK_SWAP),
-        (EVERYTHING, NATURAL, Order.NATURAL),
-        (DENSE, STRIPED, Order.STRIPED),
+        (EVERYTHING, BALANCED, "train", Order.DUAL_CHUNK_SWAP),
+        (EVERYTHING, NATURAL, "train", Order.NATURAL),
+        # The mode of the call decides, not how the model was built.
+        (DENSE, BALANCED, "prefill", Order.NATURAL),
+        (DENSE, STRIPED, "train", Order.STRIPED),
     ],
-    ids=["everything_balanced", "everything_natural", "dense_striped"],
+    ids=["everything_balanced", "everything_natural", "dense_prefill", "dense_striped"],
 )
-def test_two_depths_of_mtp_beside_every_part_do_not_depend_on_the_order(model: ModelConfig, context: ContextConfig, order: Order) -> None:
+def test_two_depths_of_mtp_beside_every_part_do_not_depend_on_the_order(
+    model: ModelConfig, context: ContextConfig, mode: Mode, order: Order
+) -> None:
     expected = alone(model)
-    found, used = forward(model, MeshAxes(context=2), context)
+    found, used = forward(model, MeshAxes(context=2), context, mode)
     assert used is order
     assert abs(float(expected.mtp) - float(expected.main)) > 1e-3, "the two losses are meant to differ"
     for name in ("main", "mtp", "balance", "tokens"):
