@@ -82,7 +82,11 @@ class StepPrograms:
         self._compiled: dict[tuple[StepConfig, ProgramName], CompiledStep] = {}
 
     def build(self, config: StepConfig, name: ProgramName) -> tuple[Mesh, TrainProgram]:
-        """The program without compiling it. Raises ValueError where model and mesh do not go together."""
+        """The program without compiling it; Engram hashes token ids uncompressed, since synthetic tokens are no tokenizer's.
+
+        Raises:
+            ValueError: model and mesh do not go together.
+        """
         mesh = make_mesh(config.axes, self._devices)
         return mesh, build_train_program(config, name, mesh)
 
