@@ -80,7 +80,7 @@ def compile_command(
     require("compile", "compile")
     from service.compile.runner import ChildCompiler
     from weighbridge.local import weigh
-    from weighbridge.progress import Progress
+    from weighbridge.progress import Progress, outcome_of
 
     spec = _read_spec(spec_file, assignments, programs=programs, depth=depth)
     settings = _settings(child_wall_seconds=wall_limit)
@@ -92,7 +92,7 @@ def compile_command(
                 ChildCompiler(settings.capacity_cache),
                 limits=settings.child_limits,
                 on_event=lambda program, event: progress.phase(program, event.name, event.seconds),
-                on_report=lambda report: progress.finished(report.program, report.status.value.replace("_", " ")),
+                on_report=lambda report: progress.finished(report.program, outcome_of(report)),
                 parallel=parallel or os.cpu_count() or 1,
                 artifact_dir=keep,
             )
@@ -340,13 +340,13 @@ def _save(path: Path, text: str) -> None:
 
 
 def follow(client: Client, job: Mapping[str, Any], programs: tuple[str, ...], page: str) -> dict[str, Report]:
-    """Show a job's events until it has ended; its reports by program. Ctrl-C leaves the job running and says so."""
+    """Show a job's events until it has ended; its reports by program. Ctrl-C and SIGTERM leave the job running and say so."""
     from service.records import Report
     from weighbridge.progress import Progress
 
     errors = _stderr()
     try:
-        with Progress(programs, errors, waiting="queued") as progress:
+        with terminated_as_interrupted(), Progress(programs, errors, waiting="queued") as progress:
             progress.note(f"job {job['id']}  {page}")
             for event in client.events(job["id"]):
                 if event.name == "progress":

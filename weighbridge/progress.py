@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from service.records import Report
 
 PHASES = {
     "start": "starting",
@@ -22,6 +25,11 @@ PHASES = {
     "code_generation": "generating code",
     "retry": "trying again",
 }
+
+
+def outcome_of(report: Report) -> str:
+    """How a program ended, in words: its status, or the kind of its failure."""
+    return (report.failure.kind if report.failure else report.status).value.replace("_", " ")
 
 
 class Progress:
