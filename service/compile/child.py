@@ -12,11 +12,12 @@ import shutil
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.compile.environment import child_log, dump_dir
+from service.compile.environment import child_log, dump_dir, warnings_log
 from service.compile.failures import MAX_MESSAGE_CHARACTERS, ErrorKind, classify_error
 from service.compile.interface import CompileRequest
 from service.errors import AnalysisError, ServiceError
@@ -201,12 +202,12 @@ class Weighing:
         self._known |= {"status": ReportStatus.OK, "code_bytes": compare_with_compiler(memory, compiled.memory_analysis())}
 
     def _read_log(self) -> str:
-        """What the compiler has printed so far, in this process: the parent keeps stderr in a file."""
-        try:
-            with child_log(self._work_dir).open("rb") as file:
-                return file.read(_MAX_LOG_BYTES).decode(errors="replace")
-        except FileNotFoundError:
-            return ""
+        """What the compiler has said so far, in this process: what it prints goes to the parent's file, its warnings to libtpu's own."""
+        texts = []
+        for path in (child_log(self._work_dir), warnings_log(self._work_dir)):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                texts.append(file.read(_MAX_LOG_BYTES).decode(errors="replace"))
+        return "\n".join(texts)
 
     def _keep_artifacts(self, dump: Path, artifacts: Mapping[str, bytes]) -> None:
         """Leave the files for keeping where the request wants them; the names begin with the program's."""

@@ -45,6 +45,11 @@ def log_dir(work_dir: Path) -> Path:
     return work_dir / "log"
 
 
+def warnings_log(work_dir: Path) -> Path:
+    """The file libtpu writes its warnings to, the partitioner's among them; they do not reach stderr."""
+    return log_dir(work_dir) / "tpu_driver.WARNING"
+
+
 def dump_dir(work_dir: Path) -> Path:
     """Where the compiler dumps the program."""
     return work_dir / "dump"

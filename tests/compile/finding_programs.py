@@ -99,8 +99,20 @@ def make_programs(mesh: Any) -> dict[str, Callable[[], Any]]:
 
         return jax.jit(step).lower(array((65536, 2048), jnp.float32, batch_axes), array((2048, 8192), jnp.float32))
 
+    def resharded(*after: Any) -> Callable[[], Any]:
+        """An activation cut by rows over two axes, and then as `after` says."""
+
+        def step(x: Any) -> Any:
+            with jax.named_scope("mla"):
+                by_rows = jax.lax.with_sharding_constraint(jnp.cos(x), NamedSharding(mesh, P(batch_axes)))
+                return jax.lax.with_sharding_constraint(jnp.sin(by_rows), NamedSharding(mesh, P(*after)))
+
+        return lambda: jax.jit(step).lower(array((6, 10, 512), jnp.float32))
+
     everywhere = (*batch_axes, "context")
     return {
+        "resharded": resharded(None, "fsdp", "expert"),
+        "sharded_alike": resharded(batch_axes),
         "halo_by_gather": neighbours(by_gather),
         "halo_by_permutes": neighbours(by_permutes),
         "layers_whole": layers(None),

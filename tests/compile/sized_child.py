@@ -54,6 +54,10 @@ class SizedProgram:
                     lambda: double(jnp.zeros((8192, 8192))).sum(), mesh=mesh, in_specs=(), out_specs=P(), check_vma=False
                 )()
                 return state + total
+            if self.kind == "reshards":
+                by_rows = jax.lax.with_sharding_constraint(jnp.cos(state.reshape(6, 10, 512)), NamedSharding(mesh, P(("fsdp", "context"))))
+                otherwise = jax.lax.with_sharding_constraint(jnp.sin(by_rows), NamedSharding(mesh, P(None, "fsdp", "context")))
+                return state + jnp.sum(otherwise)
             return state + 1
 
         state = jax.ShapeDtypeStruct((rows, 1, ROW_BYTES // 4), jnp.float32, sharding=sharding)

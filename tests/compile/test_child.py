@@ -143,6 +143,12 @@ def test_exhausted_vmem_is_a_failure_of_its_own_kind_with_what_was_measured(weig
     assert report.peak_bytes is not None
 
 
+def test_what_the_partitioner_warns_of_is_found_in_libtpus_own_log(weigh: Weigher) -> None:
+    report = weigh(sized("reshards", 6 * 10 * 512 * 4 // 4) | {"mesh": {"topology": "v5e-4", "fsdp": 2, "context": 2}})
+    assert report.status is ReportStatus.OK, report.failure
+    assert "involuntary_rematerialisation" in {finding.kind for finding in report.findings}
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

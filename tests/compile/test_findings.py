@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from service.compile.analyse import AnalysisContext, analyse
+from service.compile.environment import warnings_log
 from service.compile.findings import policy_without_effect
 from service.models.config import MeshAxes, MhcConfig, MoeConfig, MtpConfig, RematConfig, StepConfig, TrainConfig, tiny
 from service.records import Finding, Report, ReportStatus
-from tests.compile.conftest import CompileOnTpu
+from tests.compile.conftest import CompileOnTpu, compile_programs
 from tests.compile.finding_programs import DIM, GLOBAL_BATCH, HALO, SEQ_LEN, STREAMS
 
 TOPOLOGY = "v5e:2x4"
@@ -102,6 +104,21 @@ def test_warning_of_the_partitioner_is_a_finding_with_its_operation(compile_on_t
     assert "f32[24,4096]" in found.message
     assert "jit(step)/jvp(layers)/mla/reshape" in found.message
     assert "involuntary_rematerialisation" not in findings_of(compile_on_tpu, "layers_cut", context(config()))
+
+
+@pytest.mark.tpu
+def test_the_warning_is_read_from_the_log_of_a_real_compile(tmp_path: Path) -> None:
+    kinds = {}
+    for name in ("resharded", "sharded_alike"):
+        # A process each: libtpu keeps one log of warnings for all a process compiles.
+        work_dir = tmp_path / name
+        work_dir.mkdir()
+        dump = compile_programs(TOPOLOGY, (name,), work_dir)[name].dump
+        log = warnings_log(work_dir)
+        given = context(config(), compiler_log=log.read_text() if log.exists() else "")
+        kinds[name] = {finding.kind: finding for finding in analyse(dump, context=given).fields["findings"]}
+    assert "jit(step)/mla/sharding_constraint" in kinds["resharded"]["involuntary_rematerialisation"].message
+    assert "involuntary_rematerialisation" not in kinds["sharded_alike"]
 
 
 @pytest.mark.tpu
