@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Tests that load libtpu in this process must not fail because another run of the tests has it loaded, nor ask a metadata server.
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 # Devices block threads of XLA's one pool in collectives and start independent ones in any order: 8 threads can all wait for each other.
 os.environ["PJRT_NPROC"] = "32"
