@@ -21,6 +21,7 @@ from service.verdict_text import TITLES, verdict_sentence
 from weighbridge.client import Client, ClientError
 
 _START_SECONDS = 60.0
+_LOG = "demo.log"
 
 
 def run_demo(settings: Settings, *, example: str, leave: bool) -> int:
@@ -36,7 +37,7 @@ def run_demo(settings: Settings, *, example: str, leave: bool) -> int:
     spec = load_spec(path.read_text())
     port = _free_port(settings.host, settings.port)
     url = f"http://{settings.host}:{port}"
-    with _service(settings, port, url), Client(url) as client:
+    with _service(settings, port, url) as service, Client(url) as client:
         console.print(f"Weighbridge runs at {url}, its data in {settings.data_dir}", soft_wrap=True)
         job = client.submit(spec.as_json())
         page = f"{url}/jobs/{job['id']}"
@@ -48,10 +49,10 @@ def run_demo(settings: Settings, *, example: str, leave: bool) -> int:
             return 0 if reports else 1
         console.print("Open it in a browser; Ctrl-C stops the service.")
         try:
-            while True:
-                time.sleep(3600)
+            service.wait()
         except KeyboardInterrupt:
             return 0
+        raise ClientError(f"the service ended with exit code {service.returncode}; its log is {settings.data_dir / _LOG}")
 
 
 def _example(name: str) -> Path:
@@ -77,7 +78,7 @@ def _free_port(host: str, wanted: int) -> int:
 
 
 @contextmanager
-def _service(settings: Settings, port: int, url: str) -> Iterator[None]:
+def _service(settings: Settings, port: int, url: str) -> Iterator[subprocess.Popen[bytes]]:
     """The service in a process of its own, ready to answer; stopped, and waited for, at the end."""
     environment = os.environ | {
         f"{PREFIX}DATA_DIR": str(settings.data_dir),
@@ -85,7 +86,7 @@ def _service(settings: Settings, port: int, url: str) -> Iterator[None]:
         f"{PREFIX}PORT": str(port),
     }
     settings.data_dir.mkdir(parents=True, exist_ok=True)
-    log_path = settings.data_dir / "demo.log"
+    log_path = settings.data_dir / _LOG
     with log_path.open("wb") as log:
         # A session of its own, so that Ctrl-C reaches this process alone, which then stops the service in order.
         process = subprocess.Popen(
@@ -93,7 +94,7 @@ def _service(settings: Settings, port: int, url: str) -> Iterator[None]:
         )
         try:
             _wait_until_ready(process, url, log_path)
-            yield
+            yield process
         finally:
             process.terminate()
             try:
