@@ -226,15 +226,6 @@ class Program:
         return body, condition
 
 
-def entry_parameter_names(program: Program) -> dict[int, str]:
-    """Entry parameter number to the pytree path JAX gave it (`state['params']['embed']`), or the instruction's name."""
-    names = {}
-    for number, instruction_id in program.parameters[program.entry].items():
-        instruction = program.instructions[instruction_id]
-        names[number] = instruction.op_name or instruction.name
-    return names
-
-
 def constant_integer(instruction: Instruction) -> int | None:
     """The value of a scalar integer constant; None for anything else."""
     if instruction.opcode != "constant" or instruction.shape.dimensions:
