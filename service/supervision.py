@@ -26,6 +26,8 @@ TICK_SECONDS = 0.1
 """Between two looks at the limits and at whether the child is still wanted."""
 TERMINATE_SECONDS = 0.5
 """Between asking a process group to end and ending it."""
+KILLED_SECONDS = 10.0
+"""What a killed process group may take to be gone: the kernel first frees all the memory it held."""
 PIPE_BYTES = 1 << 20
 """So that a request is written whole even to a child that does not read it."""
 MAX_LINE_BYTES = 256 << 20
@@ -135,7 +137,10 @@ def supervise(
 
 
 def kill_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
-    """End a child and everything it started, and reap it; returns when no process of its group is left."""
+    """End a child and everything it started, and reap it; returns when no process of its group runs any more.
+
+    Only a process stuck in the kernel for longer than `KILLED_SECONDS` is left to it; it ends as soon as the kernel lets go.
+    """
     if not at_once and process.poll() is None:
         _signal_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,6 +148,9 @@ def kill_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
     # Also where the child itself is gone: what it started may not be.
     _signal_group(process.pid, signal.SIGKILL)
     process.wait()
+    deadline = time.monotonic() + KILLED_SECONDS
+    while _group_runs(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 class _Messages:
@@ -215,6 +223,22 @@ def _signal_group(group: int, number: signal.Signals) -> None:
     # The group has the child's pid, which is not given to another while the child is unreaped or a member of the group lives.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+
+
+def _group_runs(group: int) -> bool:
+    """Whether a process of the group still runs. The child's wait says nothing of what the child had started: init reaps that."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    for process in psutil.process_iter():
+        # A zombie has ended, and stays in its group until init looks.
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _group_rss(pid: int) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 from service.lifeline import Lifeline
 
 HANG = [sys.executable, "-c", "import time; time.sleep(600)"]
+HOLD_AND_HANG = [sys.executable, "-c", "import time; held = b'x' * (512 << 20); print(flush=True); time.sleep(600)"]
+"""Takes the kernel a while to end, as a compiler with its memory does."""
 
 
 def main() -> None:
@@ -47,7 +49,10 @@ def main() -> None:
             progress("compile", grandchild=subprocess.Popen(HANG).pid)
             time.sleep(600)
         case "leaves-a-child-behind":
-            progress("compile", grandchild=subprocess.Popen(HANG).pid)
+            grandchild = subprocess.Popen(HOLD_AND_HANG, stdout=subprocess.PIPE)
+            assert grandchild.stdout is not None
+            grandchild.stdout.readline()
+            progress("compile", grandchild=grandchild.pid)
             sys.exit(3)
         case "takes-memory":
             held = []
