@@ -146,8 +146,8 @@ class Weighing:
 
     def _judge(self, compilation: Compilation, capacity: Future[int], context: AnalysisContext) -> None:
         """Fill in what the compiler says of the program, waiting for no more of it than the answer needs."""
-        from service.compile.analyse import analyse
-        from service.compile.memory import read_memory
+        from service.compile.analyse import analyse, read
+        from service.compile.dump import check_copy, module_size
         from service.compile.watch import yield_cores
 
         path = compilation.wait_for_dump()
@@ -160,7 +160,8 @@ class Weighing:
             self._warnings.append("the compiler ended before it assigned buffers: of the memory, only its message is known")
             return
         dump = path.read_bytes()
-        memory = read_memory(dump)
+        reading = read(dump)
+        memory = reading.memory
         known_capacity = self._await_capacity(capacity)
         self._known["capacity_bytes"] = known_capacity
         figures = {"peak_bytes": memory.peak_bytes, "allocated_bytes": memory.allocated_bytes, "capacity_bytes": known_capacity}
@@ -169,7 +170,11 @@ class Weighing:
         is_awaited = compilation.is_assigned and (self._request.depth == "full" or is_code_decisive)
         if not is_awaited:
             yield_cores()
-        analysis = analyse(dump, context=replace(context, capacity_bytes=known_capacity, compiler_log=self._read_log()))
+        analysis = analyse(reading, context=replace(context, capacity_bytes=known_capacity, compiler_log=self._read_log()))
+        # Last, so that it costs no waiting: by now the compiler has written it.
+        copy = compilation.wait_for_copy(path, module_size(dump))
+        if copy is not None:
+            check_copy(dump, copy)
         self._known |= analysis.fields
         if known_capacity is not None:
             self._known["headroom_bytes"] = known_capacity - memory.allocated_bytes

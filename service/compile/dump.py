@@ -88,6 +88,10 @@ _SCALARS = {
 }
 
 
+_MODULE_TAG = b"\x0a"
+"""Field 1 of an `HloProto`, of wire type 2: length-delimited."""
+
+
 def schema_fields(message_name: str) -> list[tuple[int, str, str, bool]]:
     """The (number, name, type without `*`, repeated) of each field that is read of one message."""
     fields = []
@@ -134,3 +138,34 @@ def parse_dump(dump: bytes) -> Any:
             f"the dump of {len(dump)} bytes holds no buffer assignment; give the *.after_optimizations.hlo.pb, written after it was made"
         )
     return proto
+
+
+def module_size(dump: bytes) -> int:
+    """Bytes that a serialised `HloProto` begins with its module in, tag and length included; 0 where it does not begin with one."""
+    if dump[:1] != _MODULE_TAG:
+        return 0
+    length = 0
+    for position, byte in enumerate(dump[1:11], start=1):
+        length |= (byte & 0x7F) << 7 * (position - 1)
+        if byte < 0x80:
+            return position + 1 + length
+    return 0
+
+
+def check_copy(dump: bytes, copy: bytes) -> None:
+    """Hold the module in `dump` against the same module as the compiler wrote it once more, in a file of its own.
+
+    Collectives, trip counts and scopes stand in the dump once, and protobuf has no checksum: nothing else tells a damaged byte there. The
+    compiler serialises a module alike each time, so the copy is the first bytes of the dump (tests/compile/test_fuzz.py).
+
+    Raises:
+        AnalysisError: they differ, or one of them is incomplete.
+    """
+    size = module_size(dump)
+    if 0 < size == len(copy) and dump.startswith(copy):
+        return
+    equal = next((index for index, (ours, theirs) in enumerate(zip(dump, copy, strict=False)) if ours != theirs), min(len(dump), len(copy)))
+    raise AnalysisError(
+        f"the module in the dump ({size} bytes) and the compiler's second copy of it ({len(copy)} bytes) part at byte {equal}:"
+        " one of them is damaged or incomplete; compile again"
+    )

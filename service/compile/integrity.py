@@ -2,8 +2,9 @@
 
 The dump says much twice: a buffer's size and memory space follow from its instruction's shape and layout, arguments are the entry
 computation's parameters, aliases are in the module's own table, outputs are its root's, constants are constants, and scratch of reducers is
-thread-local where no control flow leads. All of it held in every dump seen; tests/compile/test_fuzz.py shows what it is good for: of 5,000
-dumps with one bit flipped none gave another number of bytes.
+thread-local where no control flow leads, and an event of the simulation names the instruction of its buffer. All of it held in every dump
+seen. What is said once, all of it in the module, is held against the compiler's second copy (`dump.check_copy`);
+tests/compile/test_fuzz.py shows what both are good for.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def check_against_program(memory: MemoryDump, program: Program) -> None:
         _check_flags(allocation, memory, program, reached)
     _check_arguments(memory, program)
     _check_outputs(memory, program)
+    _check_events(memory, program)
 
 
 def _check_buffer(buffer: LogicalBuffer, program: Program) -> None:
@@ -66,6 +68,10 @@ def _check_flags(allocation: Allocation, memory: MemoryDump, program: Program, r
         lasting = next((holder.name for holder in holders if holder.computation in reached), None)
         if lasting:
             raise AnalysisError(f"{says} is called thread-local and holds {lasting}, which control flow reaches; the dump is corrupted")
+    elif (
+        allocation.color == HBM and holders and not allocation.is_constant and not any(holder.computation in reached for holder in holders)
+    ):
+        raise AnalysisError(f"{says} is not called thread-local and holds {holders[0].name}, which no control flow reaches")
     if allocation.parameter is None:
         if allocation.is_aliased:
             raise AnalysisError(f"{says} is aliased with an output and is no parameter; the dump is corrupted")
@@ -109,6 +115,16 @@ def _check_outputs(memory: MemoryDump, program: Program) -> None:
         raise AnalysisError(
             f"allocations {sorted(unexplained)[:8]} are called outputs and hold none of the program's; the dump is corrupted"
         )
+
+
+def _check_events(memory: MemoryDump, program: Program) -> None:
+    """Every event of the simulation names the instruction that defines its buffer, a FREE too."""
+    events = zip(memory.event_buffers, memory.event_computations[1:], memory.event_instructions[1:], strict=True)
+    for index, (buffer_id, *named) in enumerate(events, start=1):
+        instruction = program.instructions[memory.buffers[buffer_id].instruction_id]
+        defined = [program.computations[instruction.computation].name, instruction.name]
+        if named != defined:
+            raise AnalysisError(f"event {index} names {' '.join(named)}, and its buffer {buffer_id} is of {' '.join(defined)}")
 
 
 def _indices(shape: Any, prefix: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:

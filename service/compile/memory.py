@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.compile.dump import parse_dump
 from service.errors import AnalysisError
 
 HBM = 0
@@ -88,8 +87,10 @@ class MemoryDump:
     peak_index: int
     usage: tuple[int, ...]
     """HBM bytes alive at each timeline index; index 0 is before the first event, index i after event i of the simulation."""
+    event_buffers: tuple[int, ...]
+    """The buffer that event i of the simulation allocates, frees or shares, at position i - 1."""
     event_instructions: tuple[str, ...]
-    """Name of the instruction of each timeline index; empty at 0."""
+    """Name of the instruction of each timeline index, which defines the event's buffer; empty at 0."""
     event_computations: tuple[str, ...]
     """Name of the computation that instruction is in; empty at 0."""
     lifetimes: tuple[Lifetime, ...]
@@ -117,17 +118,12 @@ class MemoryDump:
         return self.alive_at(self.peak_index)
 
 
-def read_memory(dump: bytes) -> MemoryDump:
-    """The memory of the program whose `*.after_optimizations.hlo.pb` is `dump`.
+def replay(proto: Any) -> MemoryDump:
+    """The memory of the program in a parsed `*.after_optimizations.hlo.pb`.
 
     Raises:
-        AnalysisError: the dump is truncated, corrupted or does not add up.
+        AnalysisError: the buffer assignment does not add up.
     """
-    return replay(parse_dump(dump))
-
-
-def replay(proto: Any) -> MemoryDump:
-    """The memory described by a parsed dump; as `read_memory`."""
     assignment = proto.buffer_assignment
     buffers = _read_buffers(assignment)
     allocations = _read_allocations(assignment, buffers)
@@ -144,9 +140,11 @@ def replay(proto: Any) -> MemoryDump:
         indices = [allocation.index for allocation, _ in in_hbm]
         raise AnalysisError(f"the dump simulates HBM in {len(in_hbm)} separate allocations {indices}; exactly one or none can be added up")
     usage, instructions, computations, lifetimes = [base_bytes], [""], [""], []
+    event_buffers: list[int] = []
     if in_hbm:
         allocation, simulation = in_hbm[0]
         usage += [base_bytes + live for live in simulation.usage]
+        event_buffers = simulation.buffers
         instructions += simulation.instructions
         computations += simulation.computations
         lifetimes = simulation.lifetimes
@@ -165,6 +163,7 @@ def replay(proto: Any) -> MemoryDump:
         memory_analysis_peak_bytes=base_bytes + max((max(s.usage, default=0) for _, s in simulations), default=0),
         peak_index=peak_index,
         usage=tuple(usage),
+        event_buffers=tuple(event_buffers),
         event_instructions=tuple(instructions),
         event_computations=tuple(computations),
         lifetimes=tuple(lifetimes),
@@ -177,11 +176,16 @@ def replay(proto: Any) -> MemoryDump:
 
 def _read_buffers(assignment: Any) -> dict[int, LogicalBuffer]:
     buffers: dict[int, LogicalBuffer] = {}
+    values: set[tuple[int, tuple[int, ...]]] = set()
     for entry in assignment.logical_buffers:
         where = entry.defined_at
+        value = (where.instruction_id, tuple(where.shape_index))
         if entry.id in buffers or entry.size < 0:
             raise AnalysisError(f"the dump names logical buffer {entry.id} twice or with a negative size ({entry.size}); it is corrupted")
-        buffers[entry.id] = LogicalBuffer(entry.id, entry.size, entry.color, where.instruction_id, tuple(where.shape_index))
+        if value in values:
+            raise AnalysisError(f"the dump gives output {value[1]} of instruction {value[0]} two logical buffers; it is corrupted")
+        values.add(value)
+        buffers[entry.id] = LogicalBuffer(entry.id, entry.size, entry.color, *value)
     return buffers
 
 
@@ -232,6 +236,7 @@ class _Simulation:
     """A heap trace replayed: bytes alive after each event, and every buffer's stay (timeline indices count from 1)."""
 
     usage: list[int]
+    buffers: list[int]
     instructions: list[str]
     computations: list[str]
     lifetimes: list[Lifetime]
@@ -252,7 +257,7 @@ def _simulate(trace: Any, allocation: Allocation, buffers: Mapping[int, LogicalB
     canonical: dict[int, int] = {}
     alive: dict[int, _Stay] = {}
     places = _Places(allocation)
-    result = _Simulation([], [], [], [])
+    result = _Simulation([], [], [], [], [])
     live_bytes = 0
     for index, event in enumerate(trace.events, start=1):
         buffer_id, kind = event.buffer_id, event.kind
@@ -292,6 +297,7 @@ def _simulate(trace: Any, allocation: Allocation, buffers: Mapping[int, LogicalB
         else:
             raise AnalysisError(f"event {index} of allocation {allocation.index} is of unknown kind {kind}; known are 0 to 2")
         result.usage.append(live_bytes)
+        result.buffers.append(buffer_id)
         result.instructions.append(event.instruction_name)
         result.computations.append(event.computation_name)
     if alive:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,10 @@ POLL_SECONDS = 0.01
 
 _ASSIGNED = "after_optimizations.hlo.pb"
 _NEXT = "after_optimizations_after_buffer_assignment.hlo.pb"
+_REFUSED = "oom_intermediate_module.hlo.pb"
+"""In place of `_NEXT` where the program does not fit; both hold the module of `_ASSIGNED` once more."""
+COPY_SECONDS = 10.0
+"""What writing a module may take; a 20 MB one takes some milliseconds."""
 
 
 class Compiled(Protocol):
@@ -54,6 +59,22 @@ class Compilation:
         if complete is not None:
             return complete.with_name(complete.name.removesuffix(_NEXT) + _ASSIGNED)
         return self._find(_ASSIGNED)
+
+    def wait_for_copy(self, dump: Path, size: int) -> bytes | None:
+        """The second copy of the module in `dump`, read when it has `size` bytes; what there is of it where that never comes about.
+
+        None where the compiler ended without writing one.
+        """
+        names = [dump.name.removesuffix(_ASSIGNED) + stage for stage in (_NEXT, _REFUSED)]
+        deadline = time.monotonic() + COPY_SECONDS
+        while True:
+            # Looked at before reading: what the compiler wrote before it ended is there by then.
+            has_ended = self._ended.is_set()
+            copies = [path.read_bytes() for path in map(self._dump_dir.joinpath, names) if path.exists()]
+            content = copies[0] if copies else None
+            if has_ended or len(content or b"") >= size or time.monotonic() > deadline:
+                return content
+            time.sleep(POLL_SECONDS)
 
     def wait(self) -> Compiled:
         """Wait for the whole compile.

@@ -41,6 +41,8 @@ class Compiled:
 
     topology: str
     dump: bytes
+    copy: bytes
+    """The module as the compiler wrote it once more."""
     statistics: dict[str, int]
     """Of `memory_analysis()`; empty where the program was refused."""
     error: str
@@ -86,10 +88,15 @@ def compile_programs(topology: str, names: tuple[str, ...], work_dir: Path) -> d
     for name in names:
         directory = work_dir / "out" / name
         (dump,) = directory.glob("*.after_optimizations.hlo.pb")
+        (copy,) = (
+            *directory.glob("*.after_optimizations_after_buffer_assignment.hlo.pb"),
+            *directory.glob("*.oom_intermediate_module.hlo.pb"),
+        )
         statistics, error = directory / "memory_analysis.json", directory / "error.txt"
         results[name] = Compiled(
             topology=topology,
             dump=dump.read_bytes(),
+            copy=copy.read_bytes(),
             statistics=json.loads(statistics.read_text()) if statistics.exists() else {},
             error=error.read_text() if error.exists() else "",
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.compile.analyse import AnalysisContext, analyse
+from service.compile.analyse import AnalysisContext, analyse, read
 from service.records import BUFFER_CLASSES
 from tests.compile.conftest import CompileOnTpu
 from tests.compile.tpu_programs import TRAIN_LAYERS, TRAIN_VOCAB
@@ -20,7 +20,7 @@ DEVICES = 4
 @pytest.fixture
 def fields(compile_on_tpu: CompileOnTpu) -> dict[str, Any]:
     context = AnalysisContext(mesh_axes={"fsdp": 2, "context": 2}, device_slices=(0,) * 4, family="v5p")
-    return analyse(compile_on_tpu("v5p:2x2x1", "train_step").dump, context=context).fields
+    return analyse(read(compile_on_tpu("v5p:2x2x1", "train_step").dump), context=context).fields
 
 
 def test_classes_and_modules_sum_to_the_peak(fields: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def test_buffers_are_listed_largest_first_with_source_and_lifetime(fields: dict[
 @pytest.mark.slow
 def test_outputs_of_an_undonated_step_belong_to_the_modules_they_update(compile_on_tpu: CompileOnTpu) -> None:
     context = AnalysisContext(mesh_axes={"fsdp": 2, "context": 2}, device_slices=(0,) * 4, family="v5p", state_donated=False)
-    fields = analyse(compile_on_tpu("v5p:2x2x1", "train_step_undonated").dump, context=context).fields
+    fields = analyse(read(compile_on_tpu("v5p:2x2x1", "train_step_undonated").dump), context=context).fields
     state = sum(fields["classes"][name] for name in ("parameters", "optimizer_first_moment", "optimizer_second_moment"))
     assert fields["alias_bytes"] == 0
     assert fields["classes"]["outputs"] == pytest.approx(state, rel=1e-4)
@@ -93,7 +93,7 @@ def test_outputs_of_an_undonated_step_belong_to_the_modules_they_update(compile_
 
 def test_largest_buffers_of_a_program_that_does_not_fit_are_the_same_table(compile_on_tpu: CompileOnTpu) -> None:
     context = AnalysisContext(mesh_axes={"fsdp": 2, "context": 2}, device_slices=(0,) * 4, family="v5e")
-    fields = analyse(compile_on_tpu("v5e:2x2", "train_step_too_large").dump, context=context).fields
+    fields = analyse(read(compile_on_tpu("v5e:2x2", "train_step_too_large").dump), context=context).fields
     assert sum(fields["classes"].values()) == fields["peak_bytes"]
     assert fields["buffers"][0].padded_bytes > 2**30
     assert fields["buffers"][0].module

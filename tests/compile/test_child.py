@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from service.compile.analyse import read
 from service.compile.child import CODE_BAND_BYTES, compare_with_compiler
 from service.compile.interface import ChildLimits, CompileRequest, ProgressEvent
-from service.compile.memory import read_memory
 from service.compile.runner import CHILD_COMMAND, ChildCompiler
 from service.errors import AnalysisError
 from service.records import Depth, FailureKind, Report, ReportStatus
@@ -177,6 +177,15 @@ def test_of_a_dump_that_does_not_add_up_nothing_is_reported_but_the_compilers_wo
     assert ("exceeds available HBM" in (report.compiler_message or "")) is (state_bytes > CAPACITY)
 
 
+@pytest.mark.parametrize("state_bytes", [1024, CAPACITY + 512], ids=["fits", "does not fit"])
+def test_a_dump_that_differs_from_the_compilers_second_copy_is_refused(weigh: Weigher, state_bytes: int) -> None:
+    report = weigh(sized("damaged", state_bytes))
+    assert (report.status, report.peak_bytes) == (ReportStatus.FAILED, None)
+    assert report.failure is not None
+    assert report.failure.kind is FailureKind.ANALYSIS
+    assert "and the compiler's second copy of it" in report.failure.message
+
+
 def test_both_depths_of_a_real_spec_agree_in_every_figure(weigh: Weigher) -> None:
     memory, full = (weigh(TINY, depth, command=CHILD_COMMAND) for depth in ("memory", "full"))
     assert (memory.status, full.status) == (ReportStatus.OK, ReportStatus.OK)
@@ -189,7 +198,7 @@ def test_both_depths_of_a_real_spec_agree_in_every_figure(weigh: Weigher) -> Non
     assert full.timings.code_generation_seconds is not None
     assert memory.peak_bytes is not None
     kept = weigh.directory / "kept"
-    assert read_memory((kept / "candidate.hlo_proto.pb").read_bytes()).peak_bytes == memory.peak_bytes
+    assert read((kept / "candidate.hlo_proto.pb").read_bytes()).memory.peak_bytes == memory.peak_bytes
     assert {path.name for path in kept.iterdir()} >= {"candidate.hlo_proto.pb", "candidate.lifetimes.json"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.compile.analyse import AnalysisContext, analyse
+from service.compile.analyse import AnalysisContext, analyse, read
 from service.compile.environment import warnings_log
 from service.compile.findings import policy_without_effect
 from service.models.config import MeshAxes, MhcConfig, MoeConfig, MtpConfig, RematConfig, StepConfig, TrainConfig, tiny
@@ -38,7 +38,7 @@ def context(step_config: StepConfig | None = None, **fields: object) -> Analysis
 def findings_of(compile_on_tpu: CompileOnTpu, name: str, given: AnalysisContext) -> dict[str, Finding]:
     """Kind to the first finding of it."""
     found: dict[str, Finding] = {}
-    for finding in analyse(compile_on_tpu(TOPOLOGY, name).dump, context=given).fields["findings"]:
+    for finding in analyse(read(compile_on_tpu(TOPOLOGY, name).dump), context=given).fields["findings"]:
         found.setdefault(finding.kind, finding)
     return found
 
@@ -116,7 +116,7 @@ def test_the_warning_is_read_from_the_log_of_a_real_compile(tmp_path: Path) -> N
         dump = compile_programs(TOPOLOGY, (name,), work_dir)[name].dump
         log = warnings_log(work_dir)
         given = context(config(), compiler_log=log.read_text() if log.exists() else "")
-        kinds[name] = {finding.kind: finding for finding in analyse(dump, context=given).fields["findings"]}
+        kinds[name] = {finding.kind: finding for finding in analyse(read(dump), context=given).fields["findings"]}
     assert "jit(step)/mla/sharding_constraint" in kinds["resharded"]["involuntary_rematerialisation"].message
     assert "involuntary_rematerialisation" not in kinds["sharded_alike"]
 
@@ -124,7 +124,7 @@ def test_the_warning_is_read_from_the_log_of_a_real_compile(tmp_path: Path) -> N
 @pytest.mark.tpu
 def test_train_step_of_a_good_spec_has_no_findings(compile_on_tpu: CompileOnTpu) -> None:
     given = AnalysisContext(mesh_axes={"fsdp": 2, "context": 2}, device_slices=(0,) * 4, family="v5p")
-    assert analyse(compile_on_tpu("v5p:2x2x1", "train_step").dump, context=given).fields["findings"] == ()
+    assert analyse(read(compile_on_tpu("v5p:2x2x1", "train_step").dump), context=given).fields["findings"] == ()
 
 
 def report(saved: int) -> Report:
@@ -150,7 +150,7 @@ def test_policy_that_changes_no_byte_is_found_against_an_earlier_report() -> Non
 
 @pytest.mark.tpu
 def test_halo_equals_its_closed_form_and_its_gather_is_priced(compile_on_tpu: CompileOnTpu) -> None:
-    fields = analyse(compile_on_tpu(TOPOLOGY, "halo_by_permutes").dump, context=context(config())).fields
+    fields = analyse(read(compile_on_tpu(TOPOLOGY, "halo_by_permutes").dump), context=context(config())).fields
     conv = next(use for use in fields["halo"] if use.name == "engram_conv")
     rows = GLOBAL_BATCH // 4
     assert conv.payload_bytes == conv.expected_payload_bytes == rows * 2 * HALO * STREAMS * DIM * 2
@@ -162,7 +162,7 @@ def test_halo_equals_its_closed_form_and_its_gather_is_priced(compile_on_tpu: Co
 
 @pytest.mark.tpu
 def test_halo_that_was_replaced_by_a_gather_is_missing(compile_on_tpu: CompileOnTpu) -> None:
-    fields = analyse(compile_on_tpu(TOPOLOGY, "halo_by_gather").dump, context=context(config())).fields
+    fields = analyse(read(compile_on_tpu(TOPOLOGY, "halo_by_gather").dump), context=context(config())).fields
     conv = next(use for use in fields["halo"] if use.name == "engram_conv")
     assert (conv.static_count, conv.payload_bytes) == (0, 0)
     assert conv.verdict.startswith("missing")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from service.compile.analyse import read
 from service.compile.dump import parse_dump
 from service.compile.hlo import Program
 from service.compile.integrity import check_against_program
-from service.compile.memory import HBM, HOST, MemoryDump, read_memory, replay
+from service.compile.memory import HBM, HOST, MemoryDump, replay
 from service.errors import AnalysisError
 from tests.compile.conftest import CompileOnTpu
 
@@ -33,7 +34,7 @@ CASES = [
 @pytest.mark.parametrize(("topology", "name"), CASES)
 def test_totals_equal_memory_analysis_to_the_byte(compile_on_tpu: CompileOnTpu, topology: str, name: str) -> None:
     compiled = compile_on_tpu(topology, name)
-    memory = read_memory(compiled.dump)
+    memory = read(compiled.dump).memory
     measured = {
         "peak_memory_in_bytes": memory.memory_analysis_peak_bytes,
         "total_allocation_bytes": memory.allocated_bytes,
@@ -48,12 +49,12 @@ def test_totals_equal_memory_analysis_to_the_byte(compile_on_tpu: CompileOnTpu, 
 
 def test_peak_is_jaxlibs_where_hbm_holds_the_largest_simulation(compile_on_tpu: CompileOnTpu) -> None:
     compiled = compile_on_tpu("v5p:2x2x1", "train_step")
-    assert read_memory(compiled.dump).peak_bytes == compiled.statistics["peak_memory_in_bytes"]
+    assert read(compiled.dump).memory.peak_bytes == compiled.statistics["peak_memory_in_bytes"]
 
 
 def test_peak_holds_no_vmem_bytes_where_jaxlibs_does(compile_on_tpu: CompileOnTpu) -> None:
     compiled = compile_on_tpu("v5e:2x2", "train_step_in_vmem")
-    memory = read_memory(compiled.dump)
+    memory = read(compiled.dump).memory
     # jaxlib states a peak above all that is allocated; the real one cannot be.
     assert compiled.statistics["peak_memory_in_bytes"] > compiled.statistics["total_allocation_bytes"] >= memory.peak_bytes
 
@@ -61,14 +62,14 @@ def test_peak_holds_no_vmem_bytes_where_jaxlibs_does(compile_on_tpu: CompileOnTp
 def test_program_that_does_not_fit_is_read_like_any_other(compile_on_tpu: CompileOnTpu) -> None:
     compiled = compile_on_tpu("v5e:2x2", "train_step_too_large")
     assert "Ran out of memory on HBM" in compiled.error
-    memory = read_memory(compiled.dump)
+    memory = read(compiled.dump).memory
     stated_gib = float(compiled.error.split("required for HLO temporaries (")[1].split("G)")[0])
     assert memory.allocated_bytes / 2**30 == pytest.approx(stated_gib, abs=0.01)
     assert memory.peak_bytes == sum(life.size for life in memory.alive_at_peak)
 
 
 def test_host_bytes_are_what_was_offloaded(compile_on_tpu: CompileOnTpu) -> None:
-    memory = read_memory(compile_on_tpu("v5e:2x4", "offload_to_host").dump)
+    memory = read(compile_on_tpu("v5e:2x4", "offload_to_host").dump).memory
     # Six layers' kept product: 8192 / 2 rows by 1024 / 2 columns of float32.
     assert memory.host_bytes == 6 * (8192 // 2) * (1024 // 2) * 4
     assert {memory.allocations[life.allocation].color for life in memory.lifetimes} == {HBM}
@@ -76,7 +77,7 @@ def test_host_bytes_are_what_was_offloaded(compile_on_tpu: CompileOnTpu) -> None
 
 
 def test_arguments_live_throughout_and_usage_starts_and_ends_with_them(compile_on_tpu: CompileOnTpu) -> None:
-    memory = read_memory(compile_on_tpu("v5p:2x2x1", "train_step").dump)
+    memory = read(compile_on_tpu("v5p:2x2x1", "train_step").dump).memory
     assert memory.usage[0] == memory.usage[-1] >= memory.argument_bytes
     arguments = [life for life in memory.lifetimes if memory.allocations[life.allocation].parameter is not None]
     assert {(life.start, life.end) for life in arguments} == {(0, len(memory.usage) - 1)}
@@ -84,15 +85,15 @@ def test_arguments_live_throughout_and_usage_starts_and_ends_with_them(compile_o
 
 
 def test_lifetimes_add_up_to_usage_at_every_point(compile_on_tpu: CompileOnTpu) -> None:
-    memory = read_memory(compile_on_tpu("v5p:2x2x1", "train_step").dump)
+    memory = read(compile_on_tpu("v5p:2x2x1", "train_step").dump).memory
     for index, live in enumerate(memory.usage):
         assert sum(life.size for life in memory.alive_at(index)) == live
 
 
 @pytest.mark.slow
 def test_donation_lowers_the_peak_by_the_state(compile_on_tpu: CompileOnTpu) -> None:
-    donated = read_memory(compile_on_tpu("v5p:2x2x1", "train_step").dump)
-    kept = read_memory(compile_on_tpu("v5p:2x2x1", "train_step_undonated").dump)
+    donated = read(compile_on_tpu("v5p:2x2x1", "train_step").dump).memory
+    kept = read(compile_on_tpu("v5p:2x2x1", "train_step_undonated").dump).memory
     assert kept.alias_bytes == 0 < donated.alias_bytes
     assert kept.output_bytes == donated.output_bytes
     assert kept.peak_bytes > donated.peak_bytes
@@ -114,7 +115,7 @@ def test_freed_buffer_that_is_shared_again_is_allocated_again(proto: Any) -> Non
     assignment = proto.buffer_assignment
     del assignment.heap_simulator_traces[:], assignment.buffer_allocations[:], assignment.logical_buffers[:]
     for identifier, size in ((1, 640), (2, 512)):
-        assignment.logical_buffers.add(id=identifier, size=size)
+        assignment.logical_buffers.add(id=identifier, size=size).defined_at.instruction_id = identifier
     allocation = assignment.buffer_allocations.add(index=0, size=640)
     for identifier, size in ((1, 640), (2, 512)):
         allocation.assigned.add(logical_buffer_id=identifier, size=size)
@@ -196,7 +197,7 @@ def test_truncated_dump_is_refused_with_its_reason(compile_on_tpu: CompileOnTpu)
     dump = compile_on_tpu("v5p:2x2x1", "train_step").dump
     for length in (0, 1, 17, len(dump) // 3, len(dump) // 2, len(dump) - 1):
         with pytest.raises(AnalysisError, match=r"truncated|no HLO module|no buffer assignment"):
-            read_memory(dump[:length])
+            read(dump[:length])
 
 
 def test_timeline_is_xprofs_at_every_program_point(compile_on_tpu: CompileOnTpu, tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_timeline_is_xprofs_at_every_program_point(compile_on_tpu: CompileOnTpu,
     (tmp_path / "step.hlo_proto.pb").write_bytes(dump)
     options = {"module_name": "step", "host": "step", "memory_space": "0"}
     viewer = json.loads(convert.xspace_to_tool_data([str(tmp_path / "step.xplane.pb")], "memory_viewer", options)[0])
-    memory = read_memory(dump)
+    memory = read(dump).memory
     mib = 2**20
     assert [round(float(size) * mib) for size in viewer["heapSizes"]] == list(memory.usage)
     assert round(viewer["peakHeapMib"] * mib) == memory.peak_bytes

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from service.compile.analyse import read
 from service.compile.catalog import find_topology
 from service.compile.failures import ErrorKind, classify_error
 from service.compile.lower import module_name
-from service.compile.memory import read_memory
 from service.compile.topology import mock_devices
 from service.compile.watch import Compilation
 
@@ -116,6 +116,29 @@ def test_a_compiler_that_starts_over_is_read_by_its_last_attempt(compiler: Scrip
     compiler.end()
 
 
+@pytest.mark.parametrize("stage", [NEXT, "oom_intermediate_module.hlo.pb"])
+def test_the_second_copy_is_read_when_all_of_it_is_written(compiler: ScriptedCompiler, stage: str) -> None:
+    compilation = start(compiler)
+    dump = compiler.write(ASSIGNED, number=3)
+    compiler.write(stage, number=2)
+    copy = compiler.write(stage, number=3)
+    whole = copy.read_bytes()
+    copy.write_bytes(whole[:9])
+    assert not returns_within(0.2, lambda: compilation.wait_for_copy(dump, len(whole)))
+    copy.write_bytes(whole)
+    assert compilation.wait_for_copy(dump, len(whole)) == whole
+    compiler.end()
+
+
+def test_a_compiler_that_ends_within_the_second_copy_or_before_it_is_not_waited_for(compiler: ScriptedCompiler) -> None:
+    compilation = start(compiler)
+    dump = compiler.write(ASSIGNED)
+    compiler.end()
+    assert compilation.wait_for_copy(dump, 1000) is None
+    cut = compiler.write(NEXT).read_bytes()
+    assert compilation.wait_for_copy(dump, 1000) == cut
+
+
 def test_options_of_the_spec_are_passed_on_beside_the_dumps(compiler: ScriptedCompiler) -> None:
     compilation = start(compiler, options={"xla_tpu_rwb_fusion": True})
     compiler.end()
@@ -144,7 +167,7 @@ def test_real_dump_is_whole_when_it_is_given_out_and_never_changes_after(tmp_pat
     early = path.read_bytes()
     statistics: Any = compilation.wait().memory_analysis()
     assert path.read_bytes() == early
-    memory = read_memory(early)
+    memory = read(early).memory
     assert memory.allocated_bytes == statistics.total_allocation_bytes
     assert memory.argument_bytes == memory.alias_bytes == 3000 * 4096
 
@@ -161,7 +184,7 @@ def test_real_compiler_never_writes_the_last_file_of_a_program_that_does_not_fit
     with pytest.raises(jax.errors.JaxRuntimeError) as refusal:
         compilation.wait()
     assert classify_error(str(refusal.value)).kind is ErrorKind.HBM
-    memory = read_memory(path.read_bytes())
+    memory = read(path.read_bytes()).memory
     assert memory.argument_bytes == num_rows * 4096
     assert memory.allocated_bytes >= num_rows * 4096
 
