@@ -288,6 +288,7 @@ class ReportDiff(Record):
     is_comparable: bool = Field(description="same program, topology, depth and toolchain: a difference is then the code's or the spec's")
     incomparable: tuple[FieldDiff, ...] = Field(description="what makes it incomparable: toolchain, topology, program or depth")
     spec: tuple[FieldDiff, ...] = Field(description="fields of the spec that differ; empty where the specs were not given")
+    findings: tuple[Finding, ...] = Field(default=(), description="of the change: a remat or offload policy without effect")
     totals: tuple[PartDiff, ...]
     classes: tuple[PartDiff, ...] = Field(description="every class of either side; the deltas sum to the peaks' difference")
     modules: tuple[PartDiff, ...] = Field(description="every module of either side; the deltas sum to the peaks' difference")
@@ -296,21 +297,32 @@ class ReportDiff(Record):
     halo: tuple[PartDiff, ...] = Field(description="payload bytes of each exchange and phase of either side")
 
 
+class StepCost(Record):
+    """What a step that retries takes on average, at one overflow probability."""
+
+    overflow_probability: float
+    seconds: float
+
+
 class Pair(Record):
     """The two programs of a step that retries when tokens are dropped, weighed together; bytes per device."""
 
-    fits: bool | None = Field(description="both fit in the mode the steps job uses; null where either is not known")
+    fits: bool | None = Field(description="both fit in the mode the steps job uses; null where neither is known not to and one is unknown")
     candidate_fits: bool | None
     dropless_fits: bool | None
     state_bytes: int | None = Field(description="the state neither program donates")
     worse_program: str | None = Field(description="the one that needs more")
     headroom_bytes: int | None = Field(description="capacity less the allocated bytes of the worse program")
-    lookahead_allocated_bytes: int | None = Field(description="what the worse program needs when the state before is alive too")
+    lookahead_allocated_bytes: int | None = Field(
+        description="what the pair needs when the candidate runs a step ahead, the state before beside it; the dropless one runs alone"
+    )
     fits_with_lookahead: bool | None
     retry_cost: str = Field(description="expected step time as a formula")
-    break_even_probability: float | None = Field(
-        description="overflow probability above which running dropless always would be cheaper; null until both have been timed"
-    )
+    break_even: str = Field(description="overflow probability above which running dropless always is cheaper, as a formula")
+    candidate_seconds: float | None = Field(default=None, description="measured step time; null where none was given")
+    dropless_seconds: float | None = Field(default=None, description="measured step time; null where none was given")
+    break_even_probability: float | None = Field(default=None, description="`break_even` of the measured times; null without them")
+    step_costs: tuple[StepCost, ...] = Field(default=(), description="`retry_cost` of the measured times; empty without them")
 
 
 class Timings(Record):

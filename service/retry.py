@@ -10,13 +10,13 @@ from service.records import Pair, Report
 from service.steps.config import StepsConfig
 
 
-def weigh_retry(spec: Mapping[str, Any], reports: Sequence[Report]) -> Pair | None:
+def weigh_retry(spec: Mapping[str, Any], reports: Sequence[Report], *, step_seconds: tuple[float, float] | None = None) -> Pair | None:
     """The pair of a spec that retries, in the mode its steps job uses; None where it does not retry or a program has no report.
 
-    `spec` is a validated spec as plain data, as jobs keep it.
+    `spec` is a validated spec as plain data, as jobs keep it; `step_seconds` are measured times of a candidate and of a dropless step.
     """
     by_program = {report.program: report for report in reports}
     if not (spec.get("moe") or {}).get("retry_when_tokens_dropped") or not {"candidate", "dropless"} <= by_program.keys():
         return None
     steps = StepsConfig.model_validate(spec.get("steps") or {})
-    return weigh_pair(by_program["candidate"], by_program["dropless"], looks_ahead=steps.look_ahead > 0)
+    return weigh_pair(by_program["candidate"], by_program["dropless"], looks_ahead=steps.look_ahead > 0, step_seconds=step_seconds)

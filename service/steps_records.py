@@ -6,6 +6,7 @@ Like `service.records`, which holds what compile jobs keep: bytes are integers p
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
@@ -174,6 +175,17 @@ class StepsReport(Record):
     child_peak_rss_bytes: int | None = None
     toolchain: Toolchain | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def retry_seconds(self) -> tuple[float, float] | None:
+        """Median seconds of a candidate step and of what a replay adds to one, warm-up apart; None unless both kinds of step were timed."""
+        timed = [step for step in self.steps if not step.is_warmup]
+        replayed = [step.seconds for step in timed if step.was_replayed]
+        plain = [step.seconds for step in timed if not step.was_replayed]
+        if not replayed or not plain:
+            return None
+        candidate = statistics.median(plain)
+        return candidate, max(0.0, statistics.median(replayed) - candidate)
 
     @property
     def num_replays(self) -> int:

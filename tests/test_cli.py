@@ -99,7 +99,9 @@ def test_help_and_import_load_neither_the_service_nor_jax() -> None:
 def test_json_of_one_program_is_its_report_alone_on_stdout(run: Run, spec_file: Path) -> None:
     result, _ = run("compile", str(spec_file), "--program", "candidate", "--json")
     assert result.exit_code == 0
-    assert Report.model_validate(json.loads(result.stdout)) == make_report()
+    content = json.loads(result.stdout)
+    assert content.pop("spec")["scenario"] == "two-programs"
+    assert Report.model_validate(content) == make_report()
     assert "candidate: tracing (at 1.2 s)" in result.stderr
 
 
@@ -182,7 +184,9 @@ def test_a_saved_report_is_read_again_as_it_was(run: Run, spec_file: Path, tmp_p
     out = tmp_path / "deep" / "report.json"
     result, _ = run("compile", str(spec_file), "--out", str(out))
     assert result.exit_code == 0
-    assert documents.read_reports(out) == {"candidate": make_report(), "dropless": make_report("dropless", scale=1.7)}
+    reports, spec = documents.read_document(out)
+    assert reports == {"candidate": make_report(), "dropless": make_report("dropless", scale=1.7)}
+    assert parse_spec(spec).scenario == "two-programs"
 
 
 def test_two_saved_reports_are_compared_by_what_changed(run: Run, spec_file: Path, tmp_path: Path) -> None:
@@ -198,6 +202,46 @@ def test_two_saved_reports_are_compared_by_what_changed(run: Run, spec_file: Pat
     as_json, _ = run("compare", str(base), str(head), "--json")
     diff = json.loads(as_json.stdout)["programs"]["candidate"]
     assert sum(part["delta"] for part in diff["classes"]) == after - before
+
+
+def test_saved_reports_of_two_specs_are_compared_with_the_fields_that_differ(run: Run, spec_file: Path, tmp_path: Path) -> None:
+    base, head = tmp_path / "base.json", tmp_path / "head.json"
+    for path, policy in ((base, "full"), (head, "minimal")):
+        run("compile", str(spec_file), "--program", "candidate", "--set", f"train.remat={policy}", "--out", str(path))
+    result, _ = run("compare", str(base), str(head))
+    said = " ".join(result.stdout.split())
+    assert "train.remat.policy: full → minimal" in said
+    assert "train.remat.policy changed, and peak, allocated, host and saved bytes are the same to the byte" in said
+
+
+def test_artifacts_are_kept_where_the_command_was_given(run: Run, spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, fake = run("compile", str(spec_file), "--program", "candidate", "--keep", "kept")
+    # The child runs in a directory of its own, where a relative path would lead elsewhere.
+    assert [request.artifact_dir for request in fake.requests] == [str(tmp_path / "kept")]
+
+
+def test_what_retrying_costs_is_told_of_measured_step_times(run: Run, spec_file: Path) -> None:
+    result, _ = run("compile", str(spec_file), "--step-seconds", "8.63", "12.95")
+    said = " ".join(result.stdout.split())
+    assert "expected step time: candidate + overflow probability × dropless" in said
+    assert "8.6 s at 0%, 8.8 s at 1%" in said
+    assert "cheaper above 33.4% of overflowing steps" in said
+    wrong, _ = run("compile", str(spec_file), "--step-seconds", "0", "12.95")
+    assert wrong.exit_code == 2
+
+
+def test_a_pair_that_does_not_fit_is_told_by_the_exit_code(run: Run, spec_file: Path) -> None:
+    report = make_report()
+    assert report.capacity_bytes is not None
+    # Each fits alone; one step ahead the candidate has a second state beside it.
+    nearly_full = {"allocated_bytes": report.capacity_bytes - 1, "headroom_bytes": 1}
+    reports = {name: make_report(name).model_copy(update=nearly_full) for name in ("candidate", "dropless")}
+    result, _ = run("compile", str(spec_file), reports=reports)
+    assert "pair  ✗ do not fit" in result.stdout
+    assert result.exit_code == 1
+    patient, _ = run("compile", str(spec_file), "--set", "steps.look_ahead=0", reports=reports)
+    assert patient.exit_code == 0
 
 
 def test_programs_that_have_no_counterpart_cannot_be_compared(run: Run, spec_file: Path, tmp_path: Path) -> None:
@@ -227,7 +271,7 @@ def test_a_file_that_is_no_report_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"status": "ok"}')
     with pytest.raises(documents.DocumentError, match=r"other\.json holds no report"):
-        documents.read_reports(path)
+        documents.read_document(path)
 
 
 def test_an_interrupt_cancels_every_child_before_it_goes_on() -> None:

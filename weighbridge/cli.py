@@ -61,6 +61,12 @@ def main() -> None:
 @click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep the optimised HLO and the like here.")
 @click.option("--wall-limit", type=click.FloatRange(min=1), metavar="SECONDS", help="Kill a compile after this long.")
 @click.option("--parallel", type=click.IntRange(min=1), help="Programs compiled at once; otherwise as many as there are cores.")
+@click.option(
+    "--step-seconds",
+    type=(click.FloatRange(min=0, min_open=True), click.FloatRange(min=0, min_open=True)),
+    metavar="CANDIDATE DROPLESS",
+    help="Measured step times of both programs of a retrying spec: what retrying costs, and where it stops paying.",
+)
 @_buffers_option
 def compile_command(
     spec_file: Path,
@@ -72,6 +78,7 @@ def compile_command(
     keep: Path | None,
     wall_limit: float | None,
     parallel: int | None,
+    step_seconds: tuple[float, float] | None,
     num_buffers: int,
 ) -> None:
     """Weigh SPEC (a YAML or JSON file, - for stdin) here, without a server."""
@@ -99,7 +106,7 @@ def compile_command(
     except KeyboardInterrupt:
         errors.print("interrupted; the compile was stopped")
         sys.exit(EXIT_INTERRUPTED)
-    _answer(spec, reports, as_json=as_json, out=out, num_buffers=num_buffers)
+    _answer(spec, reports, as_json=as_json, out=out, num_buffers=num_buffers, step_seconds=step_seconds)
 
 
 @main.command(epilog=EXIT_CODES + "Without --wait: 0 once the job is accepted.", short_help="Send a spec to a server, which weighs it.")
@@ -312,14 +319,22 @@ def _refuse_spec(source: str, error: SpecError) -> NoReturn:
     sys.exit(EXIT_BAD_SPEC)
 
 
-def _answer(spec: Spec, reports: Mapping[str, Report], *, as_json: bool, out: Path | None, num_buffers: int) -> NoReturn:
+def _answer(
+    spec: Spec,
+    reports: Mapping[str, Report],
+    *,
+    as_json: bool,
+    out: Path | None,
+    num_buffers: int,
+    step_seconds: tuple[float, float] | None = None,
+) -> NoReturn:
     """Print the reports as asked and end with their exit code."""
     from service.retry import weigh_retry
     from weighbridge.documents import document, exit_code, to_json
     from weighbridge.render import print_reports
 
-    pair = weigh_retry(spec.as_json(), tuple(reports.values()))
-    text = to_json(document(reports, pair))
+    pair = weigh_retry(spec.as_json(), tuple(reports.values()), step_seconds=step_seconds)
+    text = to_json(document(reports, pair, spec.as_json()))
     if as_json:
         click.echo(text, nl=False)
     else:
@@ -327,7 +342,7 @@ def _answer(spec: Spec, reports: Mapping[str, Report], *, as_json: bool, out: Pa
     if out is not None:
         # Last, so that an answer that cannot be saved is still seen.
         _save(out, text)
-    sys.exit(exit_code(reports))
+    sys.exit(exit_code(reports, pair))
 
 
 def _save(path: Path, text: str) -> None:

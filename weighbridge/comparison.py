@@ -16,7 +16,7 @@ from service.compile.diff import diff_reports
 from service.records import PartDiff, Report, ReportDiff
 from service.units import UNKNOWN, format_bytes, format_count, format_delta
 from weighbridge.client import Client
-from weighbridge.documents import DocumentError, read_reports, to_json
+from weighbridge.documents import DocumentError, read_document, to_json
 
 _MOST_BUFFERS = 15
 _MOST_ROWS = 12
@@ -41,7 +41,7 @@ def load_side(name: str, server: str | None) -> Side:
     path = Path(name)
     try:
         if path.is_file():
-            return Side(name, read_reports(path), None)
+            return Side(name, *read_document(path))
     except DocumentError as error:
         raise click.UsageError(str(error)) from error
     if path.suffix == ".json" or len(path.parts) > 1:
@@ -101,6 +101,8 @@ def _sections(diff: ReportDiff) -> Iterator[RenderableType]:
         yield Text("Not the same machine or toolchain, so the change is not the program's alone:\n" + "\n".join(lines), style="yellow")
     if diff.spec:
         yield Text("Spec\n" + "\n".join(f"  {field.path}: {field.base} → {field.head}" for field in diff.spec))
+    for finding in diff.findings:
+        yield Text(f"{finding.message}; {finding.suggestion}", style="yellow")
     yield from _parts("Totals", [part for part in diff.totals if part.delta])
     yield from _parts("Classes at the peak", [part for part in diff.classes if part.delta])
     yield from _parts("Modules at the peak", [part for part in diff.modules if part.delta], label=str)

@@ -20,8 +20,11 @@ class DocumentError(ValueError):
     """A file that is not a saved report; says which, and why."""
 
 
-def exit_code(reports: Mapping[str, Report]) -> int:
-    """The exit code of a spec's reports: the worst of its programs. A program that is too close to tell counts as not answered."""
+def exit_code(reports: Mapping[str, Report], pair: Pair | None = None) -> int:
+    """The exit code of a spec's reports: the worst of its programs, and of the pair where each program fits alone.
+
+    A program that is too close to tell counts as not answered.
+    """
     if any(report.failure is not None and report.failure.kind == FailureKind.KILLED_WALL for report in reports.values()):
         return EXIT_TIMED_OUT
     codes = {
@@ -30,7 +33,8 @@ def exit_code(reports: Mapping[str, Report]) -> int:
         ReportStatus.UNKNOWN: EXIT_FAILED,
         ReportStatus.OK: EXIT_FITS,
     }
-    return codes[worst_status(reports)]
+    code = codes[worst_status(reports)]
+    return EXIT_DOES_NOT_FIT if code == EXIT_FITS and pair is not None and pair.fits is False else code
 
 
 def worst_status(reports: Mapping[str, Report]) -> ReportStatus:
@@ -38,10 +42,10 @@ def worst_status(reports: Mapping[str, Report]) -> ReportStatus:
     return min((report.status for report in reports.values()), key=_SEVERITY.index)
 
 
-def document(reports: Mapping[str, Report], pair: Pair | None = None) -> dict[str, Any]:
-    """One program: its report. Several: the figures of the one that decides, every report by name, and the pair's."""
+def document(reports: Mapping[str, Report], pair: Pair | None, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """One program: its report. Several: the figures of the one that decides, every report by name, and the pair's. The spec comes last."""
     if len(reports) == 1:
-        return next(iter(reports.values())).model_dump(mode="json")
+        return next(iter(reports.values())).model_dump(mode="json") | {"spec": dict(spec)}
     decides = governing(tuple(reports.values()))
     assert decides is not None
     plain = decides.model_dump(mode="json")
@@ -53,6 +57,7 @@ def document(reports: Mapping[str, Report], pair: Pair | None = None) -> dict[st
         **{name: plain[name] for name in shared},
         "programs": {name: report.model_dump(mode="json") for name, report in reports.items()},
         "pair": None if pair is None else pair.model_dump(mode="json"),
+        "spec": dict(spec),
     }
 
 
@@ -61,14 +66,15 @@ def to_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def read_reports(path: Path) -> dict[str, Report]:
-    """The reports in a saved document, by program.
+def read_document(path: Path) -> tuple[dict[str, Report], dict[str, Any] | None]:
+    """The reports in a saved document, by program, and the spec they are of where the document holds it.
 
     Raises:
         DocumentError: the file cannot be read, is not JSON, or holds no report of this version.
     """
     try:
         content = json.loads(path.read_text())
+        spec = content.pop("spec", None)
         programs = content["programs"].values() if "programs" in content else [content]
         reports = [Report.model_validate(program) for program in programs]
     except OSError as error:
@@ -77,4 +83,4 @@ def read_reports(path: Path) -> dict[str, Report]:
         raise DocumentError(f"{path} is not JSON: {error}; give what `weighbridge compile --out FILE` saved") from error
     except (ValidationError, AttributeError, KeyError, TypeError) as error:
         raise DocumentError(f"{path} holds no report that this version reads; give what `weighbridge compile --out FILE` saved") from error
-    return {report.program: report for report in reports}
+    return {report.program: report for report in reports}, spec

@@ -38,7 +38,8 @@ def weigh(
                     "program": program,
                     "depth": spec.depth,
                     "work_dir": str(Path(scratch) / program),
-                    "artifact_dir": None if artifact_dir is None else str(artifact_dir),
+                    # Absolute, for the child runs in a directory of its own that is removed with it.
+                    "artifact_dir": None if artifact_dir is None else str(artifact_dir.absolute()),
                 }
             )
             report = compiler(request, limits=limits, on_event=lambda event: on_event(program, event), is_cancelled=cancelled.is_set)

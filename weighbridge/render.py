@@ -235,8 +235,18 @@ def _pair(pair: Pair) -> Text:
         f"  the worse is {pair.worse_program or UNKNOWN}, head-room {format_bytes(pair.headroom_bytes)}, "
         f"with {format_bytes(pair.state_bytes)} of undonated state\n",
         f"      one step ahead of the overflow flag needs {format_bytes(pair.lookahead_allocated_bytes)}, which {ahead}\n",
-        f"      expected step time: {pair.retry_cost}",
+        f"      expected step time: {pair.retry_cost}; running dropless always is cheaper above {pair.break_even}",
+        *_step_costs(pair),
     )
+
+
+def _step_costs(pair: Pair) -> Iterator[str]:
+    """The formulas with the measured times in them."""
+    if pair.break_even_probability is None:
+        return
+    costs = ", ".join(f"{format_seconds(cost.seconds)} at {cost.overflow_probability:.0%}" for cost in pair.step_costs)
+    yield f"\n      measured: {costs}; dropless always takes {format_seconds(pair.dropless_seconds)}, "
+    yield f"cheaper above {pair.break_even_probability:.1%} of overflowing steps"
 
 
 def _findings(report: Report) -> Text:

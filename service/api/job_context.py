@@ -212,11 +212,15 @@ def job_context(
     events: Sequence[Event],
     artifacts: Sequence[Artifact],
     real_steps: StepsView | None = None,
+    step_seconds: tuple[float, float] | None = None,
 ) -> JobContext:
-    """The page of `job` with the report of `program`, or of the program that decides where none is named or it is not there."""
+    """The page of `job` with the report of `program`, or of the program that decides where none is named or it is not there.
+
+    `step_seconds` are a candidate's and a dropless step's, as the reader measured them.
+    """
     chosen = next((report for report in reports if report.program == program), None) or governing(reports)
     mesh = job.spec.get("mesh") or {}
-    pair = weigh_retry(job.spec, reports)
+    pair = weigh_retry(job.spec, reports, step_seconds=step_seconds)
     return JobContext(
         title=job.scenario,
         job=job,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -96,9 +97,10 @@ def jobs_page(
 
 
 @router.get("/jobs/{job_id}")
-def job_page(store: StoreDep, job_id: str, program: str = "") -> Response:
-    """One job, with the report of one program."""
+def job_page(store: StoreDep, job_id: str, program: str = "", candidate_seconds: str = "", dropless_seconds: str = "") -> Response:
+    """One job, with the report of one program; measured step times, where both are given, say what retrying costs."""
     job = store.get_job(job_id)
+    candidate, dropless = _positive(candidate_seconds), _positive(dropless_seconds)
     context = job_context(
         job,
         store.list_reports(job_id),
@@ -106,6 +108,7 @@ def job_page(store: StoreDep, job_id: str, program: str = "") -> Response:
         events=store.list_events(job_id),
         artifacts=store.list_artifacts(job_id),
         real_steps=find_steps(store, job) if job.kind == "steps" else None,
+        step_seconds=None if candidate is None or dropless is None else (candidate, dropless),
     )
     return render("job.html", context)
 
@@ -189,3 +192,12 @@ def install_pages(app: FastAPI) -> None:
     app.include_router(router)
     app.include_router(static_files.router)
     app.state.error_page = error_page
+
+
+def _positive(text: str) -> float | None:
+    """The positive number in a form's field; None where it holds none, as an empty one does."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < math.inf else None

@@ -178,6 +178,8 @@ def _facts(report: StepsReport) -> tuple[Fact, ...]:
     last = report.steps[-1].metrics.loss if report.steps else None
     rate = report.overflow_rate
     mode = f"retry, look-ahead {report.look_ahead}" if report.retry else "no retry"
+    retry = report.retry_seconds
+    replay = (Fact("A replay adds", format_seconds(retry[1]), f"to a step of {format_seconds(retry[0])}"),) if retry else ()
     return (
         Fact("Last loss", _number(last), f"after {len(report.steps)} steps", strong=True),
         Fact("Median step", format_seconds(times.median_seconds if times else None), "warm-up apart", strong=True),
@@ -187,6 +189,7 @@ def _facts(report: StepsReport) -> tuple[Fact, ...]:
         Fact("Measured", format_bytes(memory.measured_bytes if memory else None), _ratio(memory)),
         Fact("Devices", f"{devices.num_devices} × {devices.kind}" if devices else "unknown", _axes(report)),
         Fact("Parameters", format_parameters(report.num_parameters), "of the model that ran"),
+        *replay,
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from service.records import Buffer, BufferDiff, Collective, CollectiveDiff, FieldDiff, HaloUse, PartDiff, Report, ReportDiff
+from service.records import Buffer, BufferDiff, Collective, CollectiveDiff, FieldDiff, Finding, HaloUse, PartDiff, Report, ReportDiff
 
 _TOTALS = (
     "peak_bytes",
@@ -41,10 +41,12 @@ def diff_reports(
                 f"the {side} report of program {report.program!r} has status {report.status} and no peak; compare measured reports"
             )
     incomparable = tuple(_incomparable(base, head))
+    spec = tuple(_differing("", base_spec, head_spec)) if base_spec is not None and head_spec is not None else ()
     return ReportDiff(
         is_comparable=not incomparable,
         incomparable=incomparable,
-        spec=tuple(_differing("", base_spec, head_spec)) if base_spec is not None and head_spec is not None else (),
+        spec=spec,
+        findings=() if incomparable else tuple(_policy_without_effect(base, head, spec)),
         totals=tuple(_part(name, getattr(base, name), getattr(head, name)) for name in _TOTALS),
         classes=_parts(base.classes, head.classes),
         modules=_parts(base.modules, head.modules),
@@ -52,6 +54,23 @@ def diff_reports(
         collectives=tuple(_collectives(base, head)),
         halo=_halo(base.halo, head.halo),
     )
+
+
+def _policy_without_effect(base: Report, head: Report, spec: Sequence[FieldDiff]) -> Iterable[Finding]:
+    """A finding where only what is kept for the backward pass was changed, and not one byte of what is kept."""
+    fields = [field.path for field in spec if field.path != "scenario"]
+    if not fields or not all(path.startswith("train.remat.") for path in fields):
+        return
+    before, after = [(r.peak_bytes, r.allocated_bytes, r.host_bytes, r.classes.get("saved_activations", 0)) for r in (base, head)]
+    if before == after:
+        yield Finding(
+            kind="policy_without_effect",
+            message=f"{' and '.join(fields)} changed, and peak, allocated, host and saved bytes are the same to the byte",
+            bytes=0,
+            module=None,
+            spec_field=fields[0],
+            suggestion="name tensors that this model has and the policy does not keep already",
+        )
 
 
 def _incomparable(base: Report, head: Report) -> Iterable[FieldDiff]:

@@ -17,7 +17,7 @@ from service.compile.halo import local_batch
 from service.compile.hlo import Program
 from service.compile.memory import MemoryDump
 from service.models.config import StepConfig
-from service.records import STATE_CLASSES, Finding, HaloUse, Report
+from service.records import STATE_CLASSES, Finding, HaloUse
 from service.units import format_bytes
 
 _NOTABLE_SHARE = 0.01
@@ -286,20 +286,4 @@ def _unattributed(evidence: Evidence) -> Iterator[Finding]:
         message=f"{evidence.unattributed_bytes / evidence.memory.peak_bytes:.1%} of the peak belongs to no named scope",
         bytes=evidence.unattributed_bytes,
         suggestion="put the code that makes it under jax.named_scope",
-    )
-
-
-def policy_without_effect(before: Report, after: Report, *, field: str) -> Finding | None:
-    """A finding where a change of `field` (a remat or offload setting) between two reports of one spec changed no byte of what is saved."""
-    if None in (before.peak_bytes, after.peak_bytes):
-        return None
-    measured = [(r.peak_bytes, r.allocated_bytes, r.host_bytes, r.classes.get("saved_activations", 0)) for r in (before, after)]
-    if measured[0] != measured[1]:
-        return None
-    return Finding(
-        kind="policy_without_effect",
-        message=f"{field} was changed, and peak, reserved, host and saved bytes are the same to the byte",
-        bytes=None,
-        spec_field=field,
-        suggestion="name tensors that the model marks and the policy decides about",
     )

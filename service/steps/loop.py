@@ -106,7 +106,10 @@ class RetryLoop:
                 metrics, discarded, num_wasted = oldest.metrics, None, 0
                 if self._has_overflowed(oldest.metrics):
                     program, discarded, num_wasted = "dropless", oldest.metrics, len(started)
-                    # What was started ahead builds on the discarded state. Freed before the replay, which needs the room.
+                    # What was started ahead builds on the discarded state. Ended and freed before the replay, which needs the room: the
+                    # devices would finish it before the replay anyway, and a state still being computed is not free.
+                    for step in started:
+                        self._has_overflowed(step.metrics)
                     for step in (*started, oldest):
                         self._discard(step.after)
                     started.clear()

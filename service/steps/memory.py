@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import psutil
 
+from service.compile.pair import reserved_bytes
 from service.lifeline import peak_rss_bytes
 from service.steps.devices import peak_device_bytes
 from service.steps_records import DeviceFacts, MemoryComparison, ProgramMemory
@@ -26,8 +27,8 @@ def predict(
     """
     own = 1 if donates else 2
     beside = (num_states_held - own) * state_bytes
-    peaks = [memory.allocated_bytes + (beside if memory.program == "candidate" else 0) for memory in programs]
-    predicted = max(peaks)
+    allocated = {memory.program: memory.allocated_bytes for memory in programs}
+    predicted = reserved_bytes(allocated.get("candidate", 0), allocated.get("dropless", 0), beside_bytes=beside)
     return MemoryComparison(
         state_bytes=state_bytes,
         num_states_held=num_states_held,

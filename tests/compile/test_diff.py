@@ -77,6 +77,26 @@ def test_parts_sum_to_the_difference_of_the_peaks(left: list[Buffer], right: lis
     assert sum(entry.head_count for entry in diff.buffers) == len(right)
 
 
+def change_of(base: Report, head: Report, *, seq_len: int = 8, **remat: Any) -> list[str]:
+    """The fields that the findings of a change of `remat` and `seq_len` name."""
+    before: dict[str, Any] = {"policy": "full", "save": []}
+    specs = [
+        {"scenario": name, "train": {"seq_len": length, "remat": kept}}
+        for name, length, kept in (("a", 8, before), ("b", seq_len, before | remat))
+    ]
+    return [finding.spec_field or "" for finding in diff_reports(base, head, base_spec=specs[0], head_spec=specs[1]).findings]
+
+
+def test_a_policy_that_changes_no_byte_is_found_against_the_earlier_report() -> None:
+    def saved(size: int) -> Report:
+        return report(buffer(100, class_="parameters"), buffer(size, class_="saved_activations"))
+
+    assert change_of(saved(30), saved(30), save=["mla_q"]) == ["train.remat.save"]
+    assert change_of(saved(30), saved(20), save=["mla_q"]) == []
+    assert change_of(saved(30), saved(30)) == []
+    assert change_of(saved(30), saved(30), save=["mla_q"], seq_len=16) == []
+
+
 @given(buffers, st.integers(0, 999))
 def test_report_compared_with_itself_has_no_change(left: list[Buffer], rest: int) -> None:
     base = report(*left, unlisted=rest)

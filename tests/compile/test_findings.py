@@ -9,9 +9,8 @@ import pytest
 
 from service.compile.analyse import AnalysisContext, analyse, read
 from service.compile.environment import warnings_log
-from service.compile.findings import policy_without_effect
 from service.models.config import MeshAxes, MhcConfig, MoeConfig, MtpConfig, RematConfig, StepConfig, TrainConfig, tiny
-from service.records import Finding, Report, ReportStatus
+from service.records import Finding
 from tests.compile.conftest import CompileOnTpu, compile_programs
 from tests.compile.finding_programs import DIM, GLOBAL_BATCH, HALO, SEQ_LEN, STREAMS
 
@@ -125,27 +124,6 @@ def test_the_warning_is_read_from_the_log_of_a_real_compile(tmp_path: Path) -> N
 def test_train_step_of_a_good_spec_has_no_findings(compile_on_tpu: CompileOnTpu) -> None:
     given = AnalysisContext(mesh_axes={"fsdp": 2, "context": 2}, device_slices=(0,) * 4, family="v5p")
     assert analyse(read(compile_on_tpu("v5p:2x2x1", "train_step").dump), context=given).fields["findings"] == ()
-
-
-def report(saved: int) -> Report:
-    return Report(
-        program="candidate",
-        status=ReportStatus.OK,
-        depth="memory",
-        peak_bytes=100 + saved,
-        allocated_bytes=120 + saved,
-        host_bytes=0,
-        classes={"saved_activations": saved, "parameters": 100},
-    )
-
-
-def test_policy_that_changes_no_byte_is_found_against_an_earlier_report() -> None:
-    found = policy_without_effect(report(30), report(30), field="train.remat.save")
-    assert found is not None
-    assert (found.kind, found.spec_field) == ("policy_without_effect", "train.remat.save")
-    assert policy_without_effect(report(30), report(20), field="train.remat.save") is None
-    failed = Report(program="candidate", status=ReportStatus.FAILED, depth="memory")
-    assert policy_without_effect(report(30), failed, field="train.remat.save") is None
 
 
 @pytest.mark.tpu

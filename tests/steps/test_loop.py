@@ -123,6 +123,13 @@ def test_the_candidates_state_is_freed_before_the_replay_starts(look_ahead: int)
     assert trainer.log.index(f"free {wrong}") < trainer.log.index("dropless 1")
 
 
+def test_what_was_started_ahead_has_ended_before_it_is_freed_and_the_replay_starts() -> None:
+    """A state that is still being computed is not free, and the dropless program is weighed without it."""
+    trainer = FakeTrainer(frozenset({1}))
+    trainer.train(1, 4)
+    assert trainer.log.index("read 2") < trainer.log.index("dropless 1")
+
+
 @pytest.mark.parametrize("look_ahead", [0, 1])
 def test_no_more_states_are_alive_than_the_loop_says(look_ahead: int) -> None:
     trainer = FakeTrainer(frozenset({1, 3}))
