@@ -58,7 +58,7 @@ def make_places(
 class Mla(nnx.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    def __init__(self, model: ModelConfig, *, seq_len: int, flash: bool, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, model: ModelConfig, *, flash: bool, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> None:
         """Make the parameters.
 
         Raises:
@@ -86,9 +86,7 @@ class Mla(nnx.Module):
             fan_in=mla.kv_lora_rank,
         )
         self.out = parameter(rngs, (dim, heads * mla.v_head_dim), ("embed", "heads"), dtype=param_dtype, fan_in=heads * mla.v_head_dim)
-        self.mla, self.dtype = mla, dtype
-        self.scale = score_scale(mla.qk_head_dim, active_yarn(model, seq_len))
-        self.flash = flash
+        self.model, self.mla, self.dtype, self.flash = model, mla, dtype, flash
 
     def __call__(self, x: Float[Array, "batch seq dim"], places: Places) -> Float[Array, "batch seq dim"]:
         mla = self.mla
@@ -110,8 +108,10 @@ class Mla(nnx.Module):
         self, q: Float[Array, "batch heads seq qk"], latent: Float[Array, "batch seq latent"], places: Places
     ) -> Float[Array, "batch heads seq v"]:
         kv_up = self.kv_up[...].astype(self.dtype)
+        # Of the call's length, as the angles are: one model object serves calls on both sides of YaRN's original length.
+        scale = score_scale(self.mla.qk_head_dim, active_yarn(self.model, q.shape[2]))
         if jax.sharding.get_abstract_mesh().empty:
-            return dot_product(q, *self._expand(latent, kv_up), *places[:2], *places[:2], scale=self.scale)
+            return dot_product(q, *self._expand(latent, kv_up), *places[:2], *places[:2], scale=scale)
         local, whole = spec("batch", "seq"), spec("batch", None)
         heads = spec("batch", "heads", "seq", None)
         arguments: tuple[Any, ...] = (q, latent, kv_up, *places[:2], *places[:2])
@@ -122,11 +122,13 @@ class Mla(nnx.Module):
             kernel, kernel_spec = flash.make_kernel(q.shape[1], q.shape[2], order=places.order)
             arguments, specs = (*arguments, kernel), (*specs, kernel_spec)
         # Every mesh axis is manual: a partly automatic shard_map turns permutes and gathers into more than was asked for.
-        return jax.shard_map(partial(self._attend_on_shard, places.order), in_specs=specs, out_specs=heads, check_vma=False)(*arguments)
+        attend = partial(self._attend_on_shard, places.order, scale)
+        return jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)(*arguments)
 
     def _attend_on_shard(
         self,
         order: Order,
+        scale: float,
         q: Float[Array, "batch heads seq_local qk"],
         latent: Float[Array, "batch seq_local latent"],
         kv_up: Float[Array, "rank up_local"],
@@ -140,12 +142,12 @@ class Mla(nnx.Module):
         latent = jax.lax.all_gather(latent, "context", axis=1, tiled=True)
         if kernel is None:
             k, v = self._expand(latent, kv_up)
-            return dot_product(q, k, v, q_positions, q_segments, k_positions, k_segments, scale=self.scale)
+            return dot_product(q, k, v, q_positions, q_segments, k_positions, k_segments, scale=scale)
         from service.models import flash
 
         # The kernel counts keys in time, so latents are put in time, at a fraction of the keys' bytes.
         latent, k_segments = (to_time_order(x, cp=axis_size("context"), order=order) for x in (latent, k_segments))
-        q = (q.astype(jnp.float32) * self.scale).astype(q.dtype)
+        q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         return flash.attend(kernel, q, *self._expand(latent, kv_up), q_segments, k_segments)
 
     def _expand(

@@ -65,13 +65,7 @@ class Layer(nnx.Module):
         dtypes = {"dtype": train.dtype, "param_dtype": train.param_dtype}
         norm: dict[str, Any] = {"eps": model.norm_eps, "param_dtype": train.param_dtype, "rngs": rngs}
         self.attention_norm = RmsNorm(model.dim, **norm)
-        self.attention = Mla(
-            model,
-            seq_len=train.seq_len,
-            flash=train.attention == "flash" and program.platform == "tpu",
-            **dtypes,
-            rngs=rngs,
-        )
+        self.attention = Mla(model, flash=train.attention == "flash" and program.platform == "tpu", **dtypes, rngs=rngs)
         self.feed_forward_norm = RmsNorm(model.dim, **norm)
         if kind == "dense":
             if model.mlp_dim is None:

@@ -30,8 +30,8 @@ def model(**changes: Any) -> ModelConfig:
     return tiny().model_copy(update={"mla": MlaConfig(**sizes), "yarn": YarnConfig(factor=4, original_seq_len=10)})
 
 
-def build(config: ModelConfig, *, use_flash: bool = False, seq_len: int = S) -> Mla:
-    return Mla(config, seq_len=seq_len, flash=use_flash, dtype="float32", param_dtype="float32", rngs=nnx.Rngs(4))
+def build(config: ModelConfig, *, use_flash: bool = False) -> Mla:
+    return Mla(config, flash=use_flash, dtype="float32", param_dtype="float32", rngs=nnx.Rngs(4))
 
 
 def packed(batch: int = B, seq: int = S) -> tuple[np.ndarray, np.ndarray]:
@@ -57,6 +57,7 @@ def reference(mla: Mla, config: ModelConfig, x: np.ndarray, positions: np.ndarra
     norm = lambda t: t / np.sqrt((t**2).mean(-1, keepdims=True) + config.norm_eps)  # noqa: E731
     nope, rope, v_dim = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
     assert yarn is not None
+    is_stretched = x.shape[1] > yarn.original_seq_len
     pairs = np.arange(rope // 2)
     frequency = config.rope_theta ** (-2 * pairs / rope)
     turns = [
@@ -64,8 +65,8 @@ def reference(mla: Mla, config: ModelConfig, x: np.ndarray, positions: np.ndarra
     ]
     low, high = max(np.floor(turns[0]), 0), min(np.ceil(turns[1]), rope - 1)
     share = np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
-    frequency = frequency * (1 - share) + frequency / yarn.factor * share
-    scale = (0.1 * yarn.mscale * np.log(yarn.factor) + 1) ** 2 / np.sqrt(nope + rope)
+    frequency = frequency * (1 - share) + frequency / yarn.factor * share if is_stretched else frequency
+    scale = ((0.1 * yarn.mscale * np.log(yarn.factor) + 1) ** 2 if is_stretched else 1) / np.sqrt(nope + rope)
 
     def turn(t: np.ndarray, position: int) -> np.ndarray:
         turned = (t[0::2] + 1j * t[1::2]) * np.exp(1j * position * frequency)
@@ -112,6 +113,17 @@ def test_mla_is_what_the_formulas_say(q_lora_rank: int | None) -> None:
         out[real], reference(mla, config, np.asarray(x, np.float64), positions, segments)[real], rtol=1e-4, atol=2e-5
     )
     assert np.isfinite(out).all()
+
+
+def test_one_model_object_serves_both_sides_of_yarns_original_length() -> None:
+    config = model()
+    mla = build(config)
+    assert config.yarn is not None
+    for seq in (config.yarn.original_seq_len, config.yarn.original_seq_len + 7):
+        x, positions, segments = inputs(config, seq=seq)
+        out, real = mla(x, places(config, positions, segments)), segments != 0
+        expected = reference(mla, config, np.asarray(x, np.float64), positions, segments)
+        np.testing.assert_allclose(out[real], expected[real], rtol=1e-4, atol=2e-5)
 
 
 def test_the_order_of_tokens_in_the_array_changes_nothing() -> None:
@@ -194,11 +206,7 @@ def test_flash_equals_dot_product(monkeypatch: pytest.MonkeyPatch, cp: int, orde
     x, positions, segments = x[:, time], positions[:, time], segments[:, time]
     with jax.set_mesh(make_mesh(MeshAxes(context=cp), jax.devices()[:cp])):
         outs = [
-            jax.jit(
-                lambda x, use_flash=use_flash: build(config, use_flash=use_flash, seq_len=seq)(
-                    x, places(config, positions, segments, order)
-                )
-            )(x)
+            jax.jit(lambda x, use_flash=use_flash: build(config, use_flash=use_flash)(x, places(config, positions, segments, order)))(x)
             for use_flash in (False, True)
         ]
     np.testing.assert_allclose(outs[0][segments != 0], outs[1][segments != 0], rtol=1e-4, atol=1e-4)
