@@ -215,15 +215,27 @@ class Weighing:
         return "\n".join(texts)
 
     def _keep_artifacts(self, dump: Path, artifacts: Mapping[str, bytes]) -> None:
-        """Leave the files for keeping where the request wants them; the names begin with the program's."""
+        """Leave the files for keeping where the request wants them; the names begin with the program's.
+
+        A file that cannot be written is a warning: the answer is worth more than what lies beside it.
+        """
         if self._request.artifact_dir is None:
             return
         directory = Path(self._request.artifact_dir)
-        directory.mkdir(parents=True, exist_ok=True)
         # XProf opens files of this ending.
-        shutil.move(dump, directory / f"{self._request.program}.hlo_proto.pb")
-        for name, content in artifacts.items():
-            (directory / f"{self._request.program}.{name}").write_bytes(content)
+        kept = directory / f"{self._request.program}.hlo_proto.pb"
+        others = {directory / f"{self._request.program}.{name}": content for name, content in artifacts.items()}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            shutil.move(dump, kept)
+            for path, content in others.items():
+                path.write_bytes(content)
+        except OSError as error:
+            # Half a file, as a full disk leaves it, would be taken for a whole one.
+            for path in (kept, *others):
+                with suppress(OSError):
+                    path.unlink()
+            self._warnings.append(f"the compiler's files were not kept in {directory}: {error.strerror or error}")
 
     def _start_capacity(self, device: jax.Device, options: Mapping[str, str | int | bool]) -> Future[int]:
         if self._request.capacity_bytes is not None:

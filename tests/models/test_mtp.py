@@ -30,10 +30,15 @@ def _exact_matmuls() -> Any:
         yield
 
 
-def program(*, context: int = 1, load_balance: bool = True) -> Program:
-    model = tiny().model_copy(
-        update={"num_layers": 1, "engram": None, "mtp": MtpConfig(depth=DEPTH), "mhc": MhcConfig(num_streams=2, sinkhorn_iterations=3)}
-    )
+def program(*, context: int = 1, load_balance: bool = True, num_dense_layers: int = 1) -> Program:
+    changes = {
+        "num_layers": 1,
+        "first_num_dense_layers": num_dense_layers,
+        "engram": None,
+        "mtp": MtpConfig(depth=DEPTH),
+        "mhc": MhcConfig(num_streams=2, sinkhorn_iterations=3),
+    }
+    model = tiny().model_copy(update=changes)
     config = StepConfig(
         model=model,
         train=TrainConfig(seq_len=S, per_device_batch=B / context, dtype="float32"),
@@ -134,3 +139,24 @@ def test_packed_rows_give_what_each_document_gives_alone(context: int, load_bala
     for depth, (total, count) in enumerate(documents_alone()):
         assert int(packed.tokens[depth]) == count > 0
         assert float(packed.total[depth]) == pytest.approx(total, rel=2e-6)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_position_that_looks_into_another_document_goes_to_no_expert(context: int) -> None:
+    config = program(context=context, num_dense_layers=0)
+    tokens, targets, segments, positions = (jnp.asarray(x) for x in batch(config.order, context))
+    graph, state = nnx.split(build(config))
+
+    def run(state: nnx.State, start: jax.Array) -> Any:
+        ahead = Ahead.start(tokens, targets, segments, config.order)
+        places = make_places(config.config.model, positions, segments, order=config.order)
+        loss = lambda hidden, targets, counts: next_token_loss(hidden, head(), targets, counts, num_chunks=1)  # noqa: E731
+        return nnx.merge(graph, state)(start, ahead, places, embed=lambda tokens: table()[tokens], loss=loss)
+
+    with jax.set_mesh(make_mesh(MeshAxes(context=context), jax.devices()[:context])):
+        losses, metrics = jax.jit(run)(state, hidden())
+    experts = config.config.model.experts
+    assert experts is not None
+    counted = np.asarray(losses.tokens)
+    assert (np.diff(counted) < 0).all()
+    np.testing.assert_array_equal(np.asarray(metrics.expert_load).sum(axis=-1), counted * experts.num_experts_per_token)
