@@ -99,13 +99,15 @@ def jobs_page(
 @router.get("/jobs/{job_id}")
 def job_page(store: StoreDep, job_id: str, program: str = "", candidate_seconds: str = "", dropless_seconds: str = "") -> Response:
     """One job, with the report of one program; measured step times, where both are given, say what retrying costs."""
+    # Before the job: a page that calls it running must not have seen its `finished`, or it would wait for that for ever.
+    events = store.list_events(job_id)
     job = store.get_job(job_id)
     candidate, dropless = _positive(candidate_seconds), _positive(dropless_seconds)
     context = job_context(
         job,
         store.list_reports(job_id),
         program=program or None,
-        events=store.list_events(job_id),
+        events=events,
         artifacts=store.list_artifacts(job_id),
         real_steps=find_steps(store, job) if job.kind == "steps" else None,
         step_seconds=None if candidate is None or dropless is None else (candidate, dropless),

@@ -6,7 +6,9 @@ import gzip
 import itertools
 import json
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -292,6 +294,27 @@ def test_errors_are_pages_for_people_and_problems_for_programs(client: TestClien
     assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (404, "text/html")
     assert (problem.status_code, problem.headers["content-type"]) == (404, "application/problem+json")
     assert "<h1>Not found</h1>" in page.text
+
+
+def test_a_page_that_calls_a_job_running_has_not_seen_its_end(client: TestClient, store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id, lease = start(store, "ends-while-the-page-is-made")
+
+    def then_ends(read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_and_end(*arguments: Any) -> Any:
+            seen = read(*arguments)
+            monkeypatch.undo()
+            store.finish_job(lease, JobStatus.SUCCEEDED)
+            return seen
+
+        return read_and_end
+
+    # Whichever is read first, the job ends right after it.
+    monkeypatch.setattr(store, "get_job", then_ends(store.get_job))
+    monkeypatch.setattr(store, "list_events", then_ends(store.list_events))
+    page = client.get(f"/jobs/{job_id}").text
+    (finished,) = [event for event in store.list_events(job_id) if event.name == "finished"]
+    after = re.search(r'data-after="(\d+)"', page)
+    assert after is None or int(after.group(1)) < finished.sequence, "the page would wait for an event that it has"
 
 
 def test_pages_answer_while_nothing_was_ever_weighed(client: TestClient) -> None:
