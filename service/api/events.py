@@ -52,11 +52,13 @@ async def get_events(
     """
     if last_event_id is not None and last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 10:
         after = int(last_event_id)
-    events = await run_in_threadpool(store.list_events, job_id, after=after, limit=limit)
     if "application/json" in request.headers.get("accept", ""):
+        events = await run_in_threadpool(store.list_events, job_id, after=after, limit=limit)
         return JSONResponse(EventList(events=events).model_dump(mode="json"))
-    # Asked before the stream begins: after a `finished` nothing comes, and 204 is what keeps a browser from asking again for ever.
-    if not events and (await run_in_threadpool(store.get_job, job_id)).status in TERMINAL:
+    # Asked before the stream begins: after a `finished` nothing comes, and 204 is what keeps a browser from asking again for ever. The
+    # state before the events: of a job that ends in between, the reader has not seen the end.
+    has_ended = (await run_in_threadpool(store.get_job, job_id)).status in TERMINAL
+    if has_ended and not await run_in_threadpool(store.list_events, job_id, after=after, limit=1):
         return Response(status_code=204)
     stream = _follow(store, job_id, after=after, poll_seconds=settings.poll_seconds)
     # Buffering by a proxy would hold events back until the end.

@@ -6,9 +6,10 @@ import json
 import threading
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 
-from service.records import JobStatus
+from service.records import Job, JobStatus
 from service.storage.store import SqlStore
 from tests.storage.samples import new_job, report_of
 
@@ -63,6 +64,22 @@ def test_a_reader_that_saw_the_end_is_told_not_to_come_back(client: TestClient, 
     job = store.add_job(new_job()).job
     store.request_cancel(job.id)
     assert client.get(f"/api/v1/jobs/{job.id}/events", headers={"Last-Event-ID": "3"}).status_code == 204
+
+
+def test_a_job_that_ends_while_the_reader_is_answered_still_tells_its_end(
+    client: TestClient, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = store.add_job(new_job()).job
+    look_up = store.get_job
+
+    def look_up_and_end(job_id: str) -> Job:
+        seen = look_up(job_id)
+        store.request_cancel(job_id)
+        return seen
+
+    monkeypatch.setattr(store, "get_job", look_up_and_end)
+    answer = client.get(f"/api/v1/jobs/{job.id}/events", headers={"Last-Event-ID": "1"})
+    assert [name for _, name, _ in read_stream(answer.text)] == ["cancel_requested", "finished"]
 
 
 def test_events_also_come_as_a_page_of_json(client: TestClient, store: SqlStore) -> None:
