@@ -31,6 +31,10 @@ SPEC: dict[str, Any] = {
 }
 
 
+PATIENCE_SECONDS = 120
+"""For what comes about in a second or two where nothing else runs; a busy machine takes longer, and that is no failure."""
+
+
 class Site:
     """Everything is under one directory of its own, whose path is on the command line of every process started here."""
 
@@ -91,6 +95,12 @@ class Site:
         with write(self.store._engine) as connection:
             connection.exec_driver_sql("UPDATE jobs SET lease_expires_at = '2001-01-01 00:00:00' WHERE status = 'running'")
 
+    def freeze(self, worker: subprocess.Popen[str]) -> None:
+        """Stop a worker where it stands, but not in the middle of a write: that would lock the database for all others."""
+        with write(self.store._engine):
+            worker.send_signal(signal.SIGSTOP)
+            self.wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED)
+
     def wait_until_ended(self, job_id: str) -> Job:
         self.wait_until(lambda: self.store.get_job(job_id).finished_at is not None)
         return self.store.get_job(job_id)
@@ -112,10 +122,10 @@ class Site:
 
     @staticmethod
     def wait_until(condition: Callable[[], bool]) -> None:
-        """Return as soon as a condition holds; fail when it does not within 30 seconds."""
-        deadline = time.monotonic() + 30
+        """Return as soon as a condition holds; fail when it does not within `PATIENCE_SECONDS`."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, "it did not come about in 30 s"
+            assert time.monotonic() < deadline, f"it did not come about in {PATIENCE_SECONDS} s"
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -123,13 +133,21 @@ class Site:
         for process in self.running():
             process.kill()
         for started in self._started:
-            started.wait(30)
+            started.wait(PATIENCE_SECONDS)
             if started.stdout is not None:
                 started.stdout.close()
         self.store.close()
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether a process still runs; one that has ended and waits to be reaped, which of an orphan init does in its own time, does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def stop(process: subprocess.Popen[str]) -> int:
     """Ask a process to stop, and return its exit code."""
     process.send_signal(signal.SIGTERM)
-    return process.wait(30)
+    return process.wait(PATIENCE_SECONDS)

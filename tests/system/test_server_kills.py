@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import psutil
 import pytest
 
 from service.records import JobStatus
-from tests.system.sites import SPEC, Site, stop
+from tests.system.sites import PATIENCE_SECONDS, SPEC, Site, stop
 
 pytestmark = pytest.mark.system
 
@@ -31,7 +31,7 @@ def worker_of(site: Site) -> psutil.Process:
 
 
 def post(address: str) -> httpx.Response:
-    return httpx.post(f"{address}/api/v1/jobs", json={"spec": SPEC}, headers={"Idempotency-Key": "run-17"}, timeout=20)
+    return httpx.post(f"{address}/api/v1/jobs", json={"spec": SPEC}, headers={"Idempotency-Key": "run-17"}, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("point", ["candidate.start", "dropless.analyse"])
@@ -51,7 +51,7 @@ def test_a_killed_server_takes_its_worker_with_it_and_the_job_is_finished_by_the
     assert post(address).json()["id"] == job["id"], "the client that did not get its answer asks again, and finds its job"
     ended = site.wait_until_ended(job["id"])
     assert (ended.status, ended.attempts) == (JobStatus.SUCCEEDED, 1)
-    assert len(httpx.get(f"{address}/api/v1/jobs/{job['id']}/report").json()["reports"]) == 2
+    assert len(httpx.get(f"{address}/api/v1/jobs/{job['id']}/report", timeout=PATIENCE_SECONDS).json()["reports"]) == 2
     assert stop(server) == 0
     site.wait_until_nothing_runs()
 
@@ -59,7 +59,7 @@ def test_a_killed_server_takes_its_worker_with_it_and_the_job_is_finished_by_the
 def read_events(address: str, job_id: str, *, after: int) -> Iterator[tuple[int, str]]:
     """Sequence and data of the events that a stream gives, as they come."""
     headers = {"Last-Event-ID": str(after)}
-    with httpx.stream("GET", f"{address}/api/v1/jobs/{job_id}/events", headers=headers, timeout=30) as answer:
+    with httpx.stream("GET", f"{address}/api/v1/jobs/{job_id}/events", headers=headers, timeout=PATIENCE_SECONDS) as answer:
         sequence = 0
         for line in answer.iter_lines():
             name, _, value = line.partition(": ")
@@ -93,19 +93,20 @@ def test_a_reader_of_events_goes_on_at_the_next_server_where_the_killed_one_left
     assert stop(server) == 0
 
 
-def test_a_worker_that_is_killed_beside_its_server_is_replaced(make_site: Callable[..., Site]) -> None:
-    site = make_site(lease_seconds=2)
+def test_a_worker_that_is_killed_beside_its_server_is_replaced(site: Site) -> None:
     site.hold("candidate.compile")
     server, address = serve(site)
     job = post(address).json()
     site.wait_for_child("candidate.compile")
     worker = worker_of(site)
     worker.kill()
+    worker.wait(PATIENCE_SECONDS)
+    site.expire_leases()
     site.let_go("candidate.compile")
     ended = site.wait_until_ended(job["id"])
     assert (ended.status, ended.attempts) == (JobStatus.SUCCEEDED, 2)
     assert worker_of(site).pid != worker.pid
-    assert httpx.get(f"{address}/healthz").json() == {"status": "ok"}
+    assert httpx.get(f"{address}/healthz", timeout=PATIENCE_SECONDS).json() == {"status": "ok"}
     assert stop(server) == 0
     site.wait_until_nothing_runs()
 
@@ -115,7 +116,7 @@ def test_a_server_that_is_asked_to_stop_ends_with_its_worker_while_events_are_re
     server, address = serve(site)
     job = post(address).json()
     site.wait_for_child("candidate.compile")
-    with httpx.stream("GET", f"{address}/api/v1/jobs/{job['id']}/events", timeout=30) as answer:
+    with httpx.stream("GET", f"{address}/api/v1/jobs/{job['id']}/events", timeout=PATIENCE_SECONDS) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert stop(server) == 0
@@ -125,9 +126,10 @@ def test_a_server_that_is_asked_to_stop_ends_with_its_worker_while_events_are_re
 
 def test_a_port_that_is_taken_is_said_and_nothing_is_started(site: Site) -> None:
     server, address = serve(site)
+    site.wait_until(lambda: len(site.running()) == 2)
     site.settings = site.settings.model_copy(update={"port": int(address.rpartition(":")[2])})
     second = site.start("server_process")
-    assert second.wait(30) == 2
+    assert second.wait(PATIENCE_SECONDS) == 2
     assert len(site.running()) == 2, "the first server and its worker"
     server.send_signal(signal.SIGINT)
-    assert server.wait(30) == 0
+    assert server.wait(PATIENCE_SECONDS) == 0
