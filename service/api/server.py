@@ -36,26 +36,32 @@ def run_server(settings: Settings, *, with_worker: bool = True, worker_command: 
     except (ServiceError, SettingsError, OSError) as error:
         print(f"weighbridge: {error}", file=sys.stderr)
         return 2
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    server = uvicorn.Server(config)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # Before anyone can know that the server is there. Later too: it ends itself by the signal it was stopped with, once it is done, and
+    # the worker is still to be stopped then.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     print(f"Weighbridge is at http://{host}:{listener.getsockname()[1]}", flush=True)
     keeper = WorkerKeeper(settings.as_environment(), command=worker_command) if with_worker else None
-    # The server ends itself by the signal it was stopped with, once it is done; the worker is still to be stopped then.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
     if keeper is not None:
         keeper.start()
     try:
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            lifespan="on",
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         listener.close()
         if keeper is not None:

@@ -124,6 +124,12 @@ def test_a_server_that_is_asked_to_stop_ends_with_its_worker_while_events_are_re
     assert site.store.get_job(job["id"]).status is JobStatus.QUEUED
 
 
+def test_a_server_that_is_asked_to_stop_as_soon_as_it_names_its_address_stops_in_order(site: Site) -> None:
+    server, _ = serve(site)
+    assert stop(server) == 0
+    site.wait_until_nothing_runs()
+
+
 def test_a_port_that_is_taken_is_said_and_nothing_is_started(site: Site) -> None:
     server, address = serve(site)
     site.wait_until(lambda: len(site.running()) == 2)
