@@ -108,6 +108,7 @@ def supervise(
                 has_exited = process.poll() is not None
                 messages.wait(0 if has_exited else TICK_SECONDS)
                 peak_rss = max(peak_rss, _group_rss(process.pid))
+                # All of them, also those that came meanwhile: what the child said before it held that much must not be lost.
                 if any(on_message(message) for message in messages.take()):
                     ended = Ended.LAST_MESSAGE
                 elif has_exited:
@@ -195,7 +196,9 @@ class _Messages:
                 return
 
     def take(self) -> list[Mapping[str, Any]]:
-        """The whole messages read so far, once each."""
+        """The whole messages there are, once each."""
+        if self._is_open:
+            self._read()
         lines, self._lines = self._lines, []
         messages: list[Mapping[str, Any]] = []
         for line in lines:

@@ -28,8 +28,8 @@ def main() -> None:
     def report() -> dict[str, Any]:
         return {"event": "report", "report": {"program": request["program"], "status": "ok", "depth": request["depth"], "peak_bytes": 4321}}
 
-    progress("compile")
     print("the log's last line", file=sys.stderr, flush=True)
+    progress("compile")
     match request["spec"]["scenario"]:
         case "reports":
             print("a library prints this on stdout")
@@ -40,6 +40,12 @@ def main() -> None:
         case "reports-much":
             lifeline.finish(report() | {"report": report()["report"] | {"warnings": ["w" * 1000] * 9000}})
         case "hangs":
+            time.sleep(600)
+        case "says-more-when-looked-at":
+            while not (work_dir / "looked-at").exists():
+                time.sleep(0.01)
+            progress("analyse")
+            (work_dir / "said").touch()
             time.sleep(600)
         case "hangs-and-ignores-sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -55,9 +61,10 @@ def main() -> None:
             progress("compile", grandchild=grandchild.pid)
             sys.exit(3)
         case "takes-memory":
-            held = []
-            while True:
-                held.append(bytearray(os.urandom(1 << 20)) * 16)
+            # Not without end: a parent that looks late must not find the host without memory.
+            held = bytearray(os.urandom(1 << 20)) * 512
+            time.sleep(600)
+            del held
         case "aborts":
             print("F0102 03:04:05 7 layout.cc:9] Check failed: a == b (3 vs. 5)", file=sys.stderr, flush=True)
             os.abort()

@@ -13,11 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
+from service import supervision
 from service.compile import runner as runner_module
 from service.compile.interface import ChildLimits, CompileRequest, ProgressEvent
 from service.compile.runner import ChildCompiler
 from service.errors import SpecError
 from service.records import FailureKind, Report, ReportStatus
+from tests.clocks import StandingClock
 
 COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("scripted_child.py")))
 GENEROUS = ChildLimits(wall_seconds=60, rss_bytes=2 << 30)
@@ -92,8 +94,11 @@ def test_a_report_larger_than_any_pipe_comes_whole(trial: Callable[[str], Trial]
     assert sum(len(warning) for warning in report.warnings) == 9_000_000
 
 
-def test_wall_limit_kills_and_says_which_limit(trial: Callable[[str], Trial]) -> None:
-    report = trial("hangs").run(ChildLimits(wall_seconds=1.5))
+def test_wall_limit_kills_and_says_which_limit(trial: Callable[[str], Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trial("hangs")
+    # However long a child takes to start here: its time runs from the first word that it says.
+    monkeypatch.setattr(supervision, "time", StandingClock(lambda: bool(run.events)))
+    report = run.run(ChildLimits(wall_seconds=1.5))
     assert report.failure is not None
     assert report.failure.kind is FailureKind.KILLED_WALL
     assert "during compile: it ran longer than 1.5 s; raise WEIGHBRIDGE_CHILD_WALL_SECONDS" in report.failure.message
@@ -114,6 +119,23 @@ def test_rss_limit_kills_with_what_was_held(trial: Callable[[str], Trial]) -> No
     assert "more than 256.00 MiB" in report.failure.message
     assert report.child_peak_rss_bytes is not None
     assert report.child_peak_rss_bytes > 256 << 20
+
+
+def test_what_a_child_said_before_it_exceeded_a_limit_is_heard(trial: Callable[[str], Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trial("says-more-when-looked-at")
+
+    def look_slowly(pid: int) -> int:
+        (run.work_dir / "looked-at").touch()
+        while not (run.work_dir / "said").exists():
+            time.sleep(0.01)
+        return 3 << 30
+
+    monkeypatch.setattr(supervision, "_group_rss", look_slowly)
+    report = run.run()
+    assert report.failure is not None
+    assert report.failure.kind is FailureKind.KILLED_RSS
+    assert [event.name for event in run.events] == ["compile", "analyse"]
+    assert "killed during analyse" in report.failure.message
 
 
 @pytest.mark.parametrize("scenario", ["hangs", "has-a-child-of-its-own"])

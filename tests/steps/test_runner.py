@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from service import supervision
 from service.compile.interface import ChildLimits, ProgressEvent
 from service.records import FailureKind
 from service.spec import parse_spec
 from service.steps.interface import StepsRequest
 from service.steps.runner import CHILD, ChildSteps
 from service.steps_records import StepsReport, StepsStatus
+from tests.clocks import StandingClock
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
@@ -29,8 +31,10 @@ def request(tmp_path: Path, scenario: str) -> StepsRequest:
     return StepsRequest(spec=parse_spec(spec).as_json(), work_dir=str(tmp_path / "work"))
 
 
-def run(tmp_path: Path, scenario: str, *, cancel_at: str = "", **limits: Any) -> tuple[StepsReport, list[ProgressEvent]]:
-    events: list[ProgressEvent] = []
+def run(
+    tmp_path: Path, scenario: str, *, cancel_at: str = "", events: list[ProgressEvent] | None = None, **limits: Any
+) -> tuple[StepsReport, list[ProgressEvent]]:
+    events = [] if events is None else events
     report = ChildSteps(FAKE)(
         request(tmp_path, scenario),
         limits=ChildLimits(**limits),
@@ -62,9 +66,18 @@ def test_a_failed_check_is_the_reports_status(tmp_path: Path) -> None:
     ],
 )
 def test_a_child_that_ends_badly_leaves_what_was_known(
-    tmp_path: Path, scenario: str, limits: dict[str, Any], status: StepsStatus, kind: FailureKind, words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scenario: str,
+    limits: dict[str, Any],
+    status: StepsStatus,
+    kind: FailureKind,
+    words: str,
 ) -> None:
-    report, _ = run(tmp_path, scenario, **limits)
+    # However long a child takes to start here: its time runs from its last step.
+    events: list[ProgressEvent] = []
+    monkeypatch.setattr(supervision, "time", StandingClock(lambda: len([event for event in events if event.name == "step"]) == 2))
+    report = run(tmp_path, scenario, events=events, **limits)[0]
     assert report.status is status
     assert report.failure is not None
     assert report.failure.kind is kind
