@@ -91,11 +91,12 @@ class Weighing:
                 # What was read from the dump is not to be trusted any more, all of it.
                 self._known = {name: value for name, value in self._known.items() if name in _KNOWN_WITHOUT_DUMP}
             self._known |= {"status": ReportStatus.FAILED, "failure": self._failure(error)}
-        self._leave()
+        ended = self._lifeline.seconds
+        self._leave(ended)
         return Report(
             program=self._request.program,
             **({"depth": self._request.depth} | self._known),
-            timings=Timings(**self._timings, total_seconds=self._lifeline.seconds),
+            timings=Timings(**self._timings, total_seconds=ended),
             child_peak_rss_bytes=peak_rss_bytes(),
             toolchain=self._request.toolchain,
             warnings=tuple(self._warnings),
@@ -151,8 +152,8 @@ class Weighing:
         from service.compile.watch import yield_cores
 
         path = compilation.wait_for_dump()
-        self._leave()
         assigned_seconds = self._lifeline.seconds
+        self._leave(assigned_seconds)
         if not compilation.is_assigned:
             # The compile has ended by being refused. Its word stands first, so that it is told even if the dump cannot be read.
             self._conclude(compilation)
@@ -278,14 +279,16 @@ class Weighing:
 
     def _enter(self, phase: str, data: Mapping[str, Any] | None = None, *, since: float | None = None) -> None:
         """Begin a phase, which ends the one before, and say so."""
-        self._leave()
-        self._phase, self._entered = phase, self._lifeline.seconds if since is None else since
-        self._lifeline.send({"event": "progress", "name": phase, "seconds": self._lifeline.seconds, "data": data or {}})
+        now = self._lifeline.seconds
+        self._leave(now)
+        self._phase, self._entered = phase, now if since is None else since
+        self._lifeline.send({"event": "progress", "name": phase, "seconds": now, "data": data or {}})
 
-    def _leave(self) -> None:
+    def _leave(self, now: float) -> None:
+        """End a phase. One look at the clock ends it and begins the next: no time is lost between them where the machine is busy."""
         name = _TIMINGS.get(self._phase)
         if name is not None:
-            self._timings.setdefault(name, self._lifeline.seconds - self._entered)
+            self._timings.setdefault(name, now - self._entered)
 
 
 def compare_with_compiler(memory: MemoryDump, statistics: Any) -> int | None:
