@@ -242,9 +242,10 @@ class SqlStore:
     ) -> Claim | None:
         if not self._may_have_work():
             return None
-        now = self._clock()
         with write(self._engine) as connection:
             serialise_queue(connection)
+            # Not before: a lease begins when it is given, however long others kept this transaction waiting.
+            now = self._clock()
             queue.take_back_expired(connection, now, max_attempts=max_attempts)
             row = queue.oldest_claimable(connection, kinds, platforms)
             while row is not None and queue.answer_if_measured(connection, row, now):
@@ -286,9 +287,9 @@ class SqlStore:
             return connection.execute(active).first() is not None
 
     def renew_lease(self, lease: Lease, *, lease_seconds: float) -> LeaseState:
-        expires_at = self._clock() + timedelta(seconds=lease_seconds)
         with write(self._engine) as connection:
             row = queue.hold_lease(connection, lease)
+            expires_at = self._clock() + timedelta(seconds=lease_seconds)
             connection.execute(update(jobs).where(jobs.c.id == lease.job_id).values(lease_expires_at=expires_at))
         return LeaseState(expires_at=expires_at, cancel_requested=row["cancel_requested"])
 

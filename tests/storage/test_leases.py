@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
 from service.records import FailureKind, JobStatus
+from service.storage import database
 from service.storage.interface import Claim, LeaseLostError, WorkerStatus
 from service.storage.store import SqlStore
 from tests.storage.samples import Clock, new_job, report_of
@@ -47,6 +49,22 @@ def test_a_lease_in_time_keeps_the_job(store: SqlStore, claim: Claiming, clock: 
         assert not store.renew_lease(lease, lease_seconds=60).cancel_requested
         assert claim("w2") is None
     assert store.get_job(lease.job_id).attempts == 1
+
+
+def test_a_lease_begins_when_it_is_given_however_long_the_database_was_locked(
+    store: SqlStore, database_url: str, claim: Claiming, clock: Clock
+) -> None:
+    store.add_job(new_job())
+    engine = database.create_store_engine(database_url)
+    with ThreadPoolExecutor(1) as pool:
+        with database.write(engine) as connection:
+            database.serialise_queue(connection)
+            claimed = pool.submit(claim, lease_seconds=60)
+            wait([claimed], timeout=0.2)
+            clock.advance(50)
+        lease = claimed.result(60).lease
+        assert (lease.expires_at - clock.now).total_seconds() == 60
+    engine.dispose()
 
 
 def test_an_expired_lease_is_taken_up_by_another_worker_and_the_first_is_refused(store: SqlStore, claim: Claiming, clock: Clock) -> None:
