@@ -15,6 +15,7 @@ import pytest
 from service.compile.interface import ChildLimits, CompileRequest, ProgressEvent
 from service.compile.runner import ChildCompiler
 from service.records import Depth, FailureKind, Report, ReportStatus
+from tests.system.sites import PATIENCE_SECONDS, Site, runs
 
 pytestmark = [pytest.mark.system, pytest.mark.tpu]
 
@@ -31,9 +32,16 @@ from pathlib import Path
 from service.compile.interface import ChildLimits, CompileRequest
 from service.compile.runner import ChildCompiler
 import json
-request = CompileRequest(spec=json.loads(sys.argv[1]), program="candidate", depth="full", work_dir=sys.argv[2])
-ChildCompiler()(request, limits=ChildLimits(), on_event=lambda event: print(event.name, flush=True), is_cancelled=lambda: False)
+spec, work_dir, *command = sys.argv[1:]
+request = CompileRequest(spec=json.loads(spec), program="candidate", depth="full", work_dir=work_dir)
+compiler = ChildCompiler(command=command)
+compiler(request, limits=ChildLimits(), on_event=lambda event: print(event.name, flush=True), is_cancelled=lambda: False)
 """
+
+
+def child_held_in(phase: str) -> tuple[str, ...]:
+    """The command of a child that compiles as any other, and says nothing more once it has entered a phase."""
+    return (sys.executable, "-P", str(Path(__file__).with_name("silenced_child.py")), phase)
 
 
 def weigh(tmp_path: Path, kill_in: str, depth: Depth = "full") -> tuple[Report, list[psutil.Process]]:
@@ -49,7 +57,8 @@ def weigh(tmp_path: Path, kill_in: str, depth: Depth = "full") -> tuple[Report, 
             os.kill(child.pid, signal.SIGKILL)
 
     request = CompileRequest(spec=SPEC, program="candidate", depth=depth, work_dir=str(tmp_path / "work"))
-    report = ChildCompiler(tmp_path / "capacity.json")(request, limits=ChildLimits(), on_event=kill, is_cancelled=lambda: False)
+    compiler = ChildCompiler(tmp_path / "capacity.json", command=child_held_in(kill_in))
+    report = compiler(request, limits=ChildLimits(), on_event=kill, is_cancelled=lambda: False)
     return report, family
 
 
@@ -61,14 +70,17 @@ def test_a_child_killed_in_any_phase_is_a_recorded_crash_and_leaves_nothing(tmp_
     assert report.failure.kind is FailureKind.CRASHED
     assert report.failure.message.startswith(f"ended by SIGKILL during {phase}")
     assert family
-    assert not any(process.is_running() for process in family)
+    assert not any(runs(process) for process in family)
     assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize("phase", ["topology", "lower", "compile"])
 def test_a_child_whose_parent_is_killed_ends_itself(tmp_path: Path, phase: str) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, json.dumps(SPEC), str(tmp_path / "work")], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        [sys.executable, "-c", PARENT, json.dumps(SPEC), str(tmp_path / "work"), *child_held_in(phase)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
     )
     assert parent.stdout is not None
     try:
@@ -79,10 +91,11 @@ def test_a_child_whose_parent_is_killed_ends_itself(tmp_path: Path, phase: str) 
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    gone, alive = psutil.wait_procs([child], timeout=20)
-    for process in alive:
-        process.kill()
-    assert [process.pid for process in gone] == [child.pid]
+    try:
+        Site.wait_until(lambda: not runs(child))
+    finally:
+        if runs(child):
+            child.kill()
 
 
 def test_a_child_ends_when_its_parent_closes_stdin(tmp_path: Path) -> None:
@@ -98,5 +111,5 @@ def test_a_child_ends_when_its_parent_closes_stdin(tmp_path: Path) -> None:
     child.stdin.flush()
     assert child.stdout.readline()
     child.stdin.close()
-    assert child.wait(timeout=30) == -signal.SIGKILL
+    assert child.wait(timeout=PATIENCE_SECONDS) == -signal.SIGKILL
     child.stdout.close()
