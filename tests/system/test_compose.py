@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.system.sites import Site, stop
+from tests.system.sites import PATIENCE_SECONDS, Site, stop
 
 pytestmark = pytest.mark.system
 
@@ -23,13 +22,7 @@ TOKEN = "millstone"
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-@pytest.fixture
-def containers(tmp_path: Path, free_port: int) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def containers(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     given = {"WEIGHBRIDGE_TOKEN_SHA256": hashlib.sha256(TOKEN.encode()).hexdigest()}
     running = {}
@@ -37,29 +30,22 @@ def containers(tmp_path: Path, free_port: int) -> Iterator[dict[str, subprocess.
         written = {key: value for key, value in service["environment"].items() if not value.startswith("${")}
         asked = {key: given.get(key, "") for key, value in service["environment"].items() if value.startswith("${")}
         # The volume and the published port are this machine's here.
-        here = {"WEIGHBRIDGE_DATA_DIR": str(tmp_path)} | ({"WEIGHBRIDGE_PORT": str(free_port)} if "WEIGHBRIDGE_PORT" in written else {})
+        here = {"WEIGHBRIDGE_DATA_DIR": str(tmp_path)} | ({"WEIGHBRIDGE_PORT": "0"} if "WEIGHBRIDGE_PORT" in written else {})
         command = [sys.executable if word == "python" else word for word in service["command"]]
-        running[name] = subprocess.Popen(command, env={**os.environ, **written, **asked, **here})
+        running[name] = subprocess.Popen(command, env={**os.environ, **written, **asked, **here}, stdout=subprocess.PIPE, text=True)
     yield running
     for process in running.values():
         process.kill()
-        process.wait()
+        process.communicate()
 
 
-def test_server_and_worker_meet_over_one_volume_and_ask_for_the_token(
-    containers: dict[str, subprocess.Popen[bytes]], free_port: int
-) -> None:
-    address = f"http://127.0.0.1:{free_port}"
-
-    def num_workers() -> int | None:
-        try:
-            return httpx.get(f"{address}/readyz", timeout=20).json()["num_workers"]
-        except httpx.ConnectError:
-            return None
-
-    Site.wait_until(lambda: num_workers() == 1)
-    assert httpx.get(f"{address}/api/v1/jobs", timeout=20).status_code == 401
-    assert httpx.get(f"{address}/api/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=20).status_code == 200
+def test_server_and_worker_meet_over_one_volume_and_ask_for_the_token(containers: dict[str, subprocess.Popen[str]]) -> None:
+    told = containers["server"].stdout.readline().strip()
+    address = f"http://127.0.0.1:{told.rpartition(':')[2]}"
+    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
+        Site.wait_until(lambda: client.get("/readyz").json()["num_workers"] == 1)
+        assert client.get("/api/v1/jobs").status_code == 401
+        assert client.get("/api/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
     assert [stop(process) for process in containers.values()] == [0, 0]
 
 
