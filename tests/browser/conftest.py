@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,15 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from service.records import Failure, FailureKind, Report, ReportStatus
 from service.settings import Settings
 from service.storage.store import open_store
 from tests.browser.samples import make_report
 from tests.browser.stored import add, start
+
+PATIENCE_MILLISECONDS = 60_000
+"""For a page to open and to become as it should be. It takes a fraction of a second where nothing else runs; more is no failure."""
+
+expect.set_options(timeout=PATIENCE_MILLISECONDS)
 
 
 @dataclass
@@ -35,11 +39,8 @@ class Site:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = Settings(data_dir=tmp_path_factory.mktemp("site"), port=port, poll_seconds=0.05)
-    site = Site(f"http://127.0.0.1:{port}", settings)
+    settings = Settings(data_dir=tmp_path_factory.mktemp("site"), port=0, poll_seconds=0.05)
+    site = Site("", settings)
     store = open_store(settings)
     crash = Failure(kind=FailureKind.CRASHED, message="the child ended by signal 11", log_tail="E0000 before\nF0000 Check <failed>: x > y")
     failed = Report(program="candidate", status=ReportStatus.FAILED, depth="memory", failure=crash)
@@ -51,29 +52,28 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     store.close()
     environment = os.environ | {
         "WEIGHBRIDGE_DATA_DIR": str(settings.data_dir),
-        "WEIGHBRIDGE_PORT": str(port),
+        "WEIGHBRIDGE_PORT": "0",
         "WEIGHBRIDGE_POLL_SECONDS": "0.05",
     }
     log = Path(settings.data_dir) / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen([sys.executable, "-m", "service", "api"], env=environment, stdout=out, stderr=out)
         try:
-            _wait(site.url, process, log)
+            site.url = _wait_for_address(process, log)
             yield site
         finally:
             process.terminate()
-            process.wait(timeout=20)
+            process.wait(timeout=60)
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
+def _wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Of a server that has taken a free port; connections to it are kept from then on until it answers."""
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
-        try:
-            httpx.get(f"{url}/healthz", timeout=5)
-            return
-        except httpx.TransportError:
-            time.sleep(0.05)
+        if told := re.search(r"Weighbridge is at (http://\S+)\n", log.read_text()):
+            return told[1]
+        time.sleep(0.05)
     pytest.fail(f"the server did not start: {log.read_text()}")
 
 
@@ -106,6 +106,7 @@ def visit(browser: Browser, site: Site, request: pytest.FixtureRequest) -> Itera
     """A page that must stay without console errors and without requests to elsewhere; options by `indirect` parameter."""
     options = getattr(request, "param", {})
     context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+    context.set_default_timeout(PATIENCE_MILLISECONDS)
     visit = Visit(context.new_page(), site)
 
     def hear(message: ConsoleMessage) -> None:

@@ -58,7 +58,7 @@ def test_the_list_of_jobs_takes_up_new_jobs_by_itself(visit: Visit) -> None:
     store = open_store(visit.site.settings)
     add(store, "arrives-later", [make_report()])
     store.close()
-    expect(page.get_by_role("link", name="arrives-later")).to_be_visible(timeout=20_000)
+    expect(page.get_by_role("link", name="arrives-later")).to_be_visible()
 
 
 def test_jobs_are_filtered_by_state(visit: Visit) -> None:
