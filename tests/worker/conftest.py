@@ -26,7 +26,7 @@ Running = Callable[..., AbstractContextManager[None]]
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path, poll_seconds=0.02, heartbeat_seconds=0.05, lease_seconds=20)
+    return Settings(data_dir=tmp_path, poll_seconds=0.02, heartbeat_seconds=0.05, lease_seconds=120)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def running(settings: Settings, compiler: HeldCompiler, steps: HeldSteps) -> Run
             yield
         finally:
             stop_event.set()
-            thread.join(30)
+            thread.join(60)
         assert not thread.is_alive()
 
     return run
@@ -95,12 +95,12 @@ def post(store: SqlStore) -> Callable[..., Job]:
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool]], None]:
-    """Return as soon as a condition holds; fail when it does not within 20 seconds."""
+    """Return as soon as a condition holds; fail when it does not within a minute."""
 
     def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < deadline, "it did not come about in 20 s"
+            assert time.monotonic() < deadline, "it did not come about in a minute"
             time.sleep(0.01)
 
     return wait

@@ -41,7 +41,7 @@ class HeldCompiler:
 
     def next_call(self) -> Call:
         """Wait for the next request."""
-        return self._calls.get(timeout=20)
+        return self._calls.get(timeout=60)
 
     def __call__(
         self,

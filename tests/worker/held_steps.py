@@ -21,7 +21,7 @@ class HeldSteps:
 
     def next_request(self) -> StepsRequest:
         """Wait for the next request."""
-        return self.requests.get(timeout=20)
+        return self.requests.get(timeout=60)
 
     def __call__(
         self,
