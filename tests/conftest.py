@@ -8,7 +8,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests that load libtpu in this process must not fail because another run of the tests has it loaded, nor ask a metadata server.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# On a busy machine the slowest of the devices may come late to a collective; 40 seconds, the default, then abort the whole run.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
 # Devices block threads of XLA's one pool in collectives and start independent ones in any order: 8 threads can all wait for each other.
 os.environ["PJRT_NPROC"] = "32"
 
