@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 import jax
@@ -124,6 +125,8 @@ def test_the_meter_sees_what_the_host_takes_while_it_runs() -> None:
     meter = PeakMeter(devices)
     ballast = bytearray(96 << 20)
     ballast[::4096] = b"x" * len(ballast[::4096])
+    # Where the kernel keeps no peak, the meter must get to look while it is held.
+    time.sleep(0 if meter._is_exact else 1)
     del ballast
     predicted = predict([program_memory("candidate", 48 << 20)], state_bytes=1, num_states_held=1, devices=host(None), donates=True)
     measured = meter.stop(predicted)
