@@ -27,8 +27,14 @@ function refreshCurves() {
   if (!shown || isRefreshing) return;
   isRefreshing = true;
   setTimeout(async () => {
-    const page = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html");
-    shown.replaceWith(page.querySelector("[data-live]"));
+    try {
+      const answer = await fetch(location.href);
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const fresh = page.querySelector("[data-live]");
+      if (answer.ok && fresh) shown.replaceWith(fresh);
+    } catch {
+      // The server is away for a moment, or this page is being left; the next event asks again.
+    }
     isRefreshing = false;
   }, 2000);
 }
