@@ -73,6 +73,7 @@ class Toolchain(Record):
     jaxlib: str
     libtpu: str
     flax: str
+    optax: str = Field(default="not recorded", description="its AdamW is part of the train step")
     xprof: str | None = Field(description="null where it is not installed; nothing measured depends on it")
     extractor: str = Field(description="version of the code that turns the compiler's dump into a report")
     model_source: str = Field(description="SHA-256 over the files of service/models")

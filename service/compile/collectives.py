@@ -183,9 +183,9 @@ def _instance(
     program: Program, mesh: Mesh, search: ScopeSearch, outer: Instruction, inner: Instruction, count: Count
 ) -> CollectiveInstance:
     kind = transfer_kind(inner) or base_opcode(inner.opcode)
-    if kind == "all-reduce" and outer.opcode == "fusion" and _keeps_a_slice(program, outer):
-        kind = "reduce-scatter"
     reach = reach_of(inner, mesh)
+    if kind == "all-reduce" and outer.opcode == "fusion" and _keeps_its_share(program, outer, reach.group_size):
+        kind = "reduce-scatter"
     _check_result(program, inner, base_opcode(inner.opcode), reach)
     operands = _payload_shapes(program, inner, kind)
     payload, wire = _bytes(kind, operands, reach)
@@ -257,15 +257,19 @@ def _bytes(kind: str, operands: list[Any], reach: Reach) -> tuple[int | None, Fr
     return payload, payload * share
 
 
-def _keeps_a_slice(program: Program, fusion: Instruction) -> bool:
-    """Whether a fusion reduces over all devices and keeps its own slice: the compiler's spelling of a reduce-scatter."""
+def _keeps_its_share(program: Program, fusion: Instruction, group_size: int) -> bool:
+    """Whether a fusion reduces over a group and keeps one member's share of it: the compiler's spelling of a reduce-scatter.
+
+    A slice of another size is only read from a whole all-reduce.
+    """
     instruction = program.root_of(fusion.called[0])
     while instruction.opcode in ("bitcast", "copy", "reshape", "convert") and instruction.operands:
         instruction = program.instructions[instruction.operands[0]]
     if instruction.opcode != "dynamic-slice":
         return False
     source, _ = program.resolve((instruction.operands[0], ()))
-    return program.instructions[source].opcode == "all-reduce"
+    kept, reduced = (_num_elements(leaves(program.instructions[id].shape)) for id in (instruction.id, instruction.operands[0]))
+    return program.instructions[source].opcode == "all-reduce" and kept * group_size == reduced
 
 
 def _is_compiler_made(outer: Instruction, inner: Instruction) -> bool | None:

@@ -29,6 +29,7 @@ def read_toolchain(topology_arguments: Mapping[str, Any], compiler_options: Mapp
         jaxlib=_version("jaxlib") or NOT_INSTALLED,
         libtpu=_version("libtpu") or NOT_INSTALLED,
         flax=_version("flax") or NOT_INSTALLED,
+        optax=_version("optax") or NOT_INSTALLED,
         xprof=_version("xprof"),
         extractor=EXTRACTOR_VERSION,
         model_source=hash_sources(Path(service.models.__file__).parent),

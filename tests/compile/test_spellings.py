@@ -160,6 +160,21 @@ def test_plain_reduce_scatter_and_its_fusion_are_one_kind() -> None:
     assert plain[0].wire_bytes == fused[0].wire_bytes == 80
 
 
+def test_a_slice_that_is_not_its_members_share_leaves_an_all_reduce_what_it_is() -> None:
+    found = read(
+        """  %p = f32[8,5] parameter(0)
+  ROOT %f = f32[1,5] fusion(%p), kind=kLoop, calls=%keep""",
+        before="""%keep (w: f32[8,5]) -> f32[1,5] {
+  %w = f32[8,5] parameter(0)
+  %z = s32[] constant(0)
+  %a = f32[8,5] all-reduce(%w), channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%sum
+  ROOT %d = f32[1,5] dynamic-slice(%a, %z, %z), dynamic_slice_sizes={1,5}
+}""",
+    )
+    assert facts(found) == [("all-reduce", ("context",), 8 * 5 * 4)]
+    assert found[0].wire_bytes == 160
+
+
 def test_group_that_follows_no_axis_says_so() -> None:
     found = read(
         """  %p = f32[7] parameter(0)

@@ -18,16 +18,18 @@ def test_versions_are_those_of_the_loaded_packages() -> None:
     import flax
     import jax
     import jaxlib
+    import optax
 
     toolchain = read_toolchain(ARGUMENTS)
     assert (toolchain.jax, toolchain.jaxlib, toolchain.flax) == (jax.__version__, jaxlib.__version__, flax.__version__)
+    assert toolchain.optax == optax.__version__
     assert toolchain.libtpu[0].isdigit()
 
 
 def test_reading_the_toolchain_loads_neither_jax_nor_libtpu() -> None:
     code = (
         "import sys; from service.compile.toolchain import *; read_toolchain({});"
-        "print([m for m in ('jax', 'jaxlib', 'libtpu', 'flax', 'xprof', 'numpy') if m in sys.modules])"
+        "print([m for m in ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'xprof', 'numpy') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
@@ -38,6 +40,7 @@ def test_reading_the_toolchain_loads_neither_jax_nor_libtpu() -> None:
         {"jax": "0.0.1"},
         {"jaxlib": "0.0.1"},
         {"libtpu": "0.0.1"},
+        {"optax": "0.0.1"},
         {"flax": "0.0.1"},
         {"extractor": "0"},
         {"model_source": "0" * 64},
