@@ -63,6 +63,9 @@ class Attributor:
         allocation = self._memory.allocations[life.allocation]
         if allocation.parameter is not None:
             return self._parameter(allocation.parameter[0])
+        if self._memory.is_pool(life):
+            # Which of its values is alive when is not known: none of them may stand for all of its bytes.
+            return Attribution(UNATTRIBUTED, UNATTRIBUTED, False, None, "", self._program.instructions[values[0][0]])
         found = self._search.find(values)
         instruction = self._program.instructions[values[0][0]]
         scope = found.scope if found else Scope((), None)

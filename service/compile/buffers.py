@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from service.compile.attribution import Attribution, Attributor
 from service.compile.hlo import Program
@@ -46,17 +47,13 @@ class BufferBook:
     def record(self, buffer: AttributedBuffer) -> Buffer:
         """The buffer as the report shows it."""
         life, what = buffer.life, buffer.what
-        shape = self._shape(life)
         return Buffer(
             name=self._name(life),
             class_=what.buffer_class,
             module=what.module,
             module_inferred=what.module_inferred,
             phase=what.phase,
-            dtype=dtype_name(shape),
-            shape=tuple(shape.dimensions),
-            layout=layout_text(shape),
-            logical_bytes=logical_bytes(shape),
+            **self._form(life),
             padded_bytes=life.size,
             scope=what.op_name,
             source=self._source(life),
@@ -64,17 +61,29 @@ class BufferBook:
             end_index=life.end,
         )
 
+    def _form(self, life: Lifetime) -> dict[str, Any]:
+        """Type, shape, layout and logical bytes; a pool has none of its own."""
+        if self._memory.is_pool(life):
+            return {"dtype": "mixed", "shape": (), "layout": "", "logical_bytes": None}
+        shape = self._shape(life)
+        return {
+            "dtype": dtype_name(shape),
+            "shape": tuple(shape.dimensions),
+            "layout": layout_text(shape),
+            "logical_bytes": logical_bytes(shape),
+        }
+
     def padding_bytes(self, life: Lifetime) -> int:
         """Bytes of a buffer that tile padding takes; 0 where its shape has no elements to count."""
-        logical = logical_bytes(self._shape(life))
+        logical = self._form(life)["logical_bytes"]
         return 0 if logical is None else life.size - logical
 
     def lifetimes_json(self) -> bytes:
         """Every HBM buffer's stay, so that any point of the timeline can be opened: a JSON table of columns and rows."""
         rows = []
         for life in self._memory.lifetimes:
-            what, shape = self._attribution(life), self._shape(life)
-            described = (self._name(life), what.buffer_class, what.module, what.phase, dtype_name(shape), list(shape.dimensions))
+            what, form = self._attribution(life), self._form(life)
+            described = (self._name(life), what.buffer_class, what.module, what.phase, form["dtype"], list(form["shape"]))
             rows.append([*described, life.size, life.start, life.end])
         table = {"num_points": len(self._memory.usage), "columns": _LIFETIME_COLUMNS, "rows": rows}
         return json.dumps(table, separators=(",", ":")).encode()
@@ -84,14 +93,16 @@ class BufferBook:
         return shape_at(self._program.instructions[buffer.instruction_id].shape, buffer.shape_index)
 
     def _name(self, life: Lifetime) -> str:
+        if self._memory.is_pool(life):
+            return f"allocation {life.allocation} of {1 + len(life.shared_ids)} values"
         buffer = self._memory.buffers[life.buffer_id]
         name = self._program.instructions[buffer.instruction_id].name
         return name + "".join(f"{{{position}}}" for position in buffer.shape_index)
 
     def _source(self, life: Lifetime) -> str | None:
         """file:line inside the model, of the first of these values that has one; outside a model, of the innermost frame."""
-        if self._memory.allocations[life.allocation].parameter is not None:
-            # Its frames are those of whoever called jit.
+        if self._memory.allocations[life.allocation].parameter is not None or self._memory.is_pool(life):
+            # An argument's frames are those of whoever called jit.
             return None
         outside: str | None = None
         for buffer_id in (life.buffer_id, *life.shared_ids):

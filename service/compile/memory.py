@@ -108,6 +108,10 @@ class MemoryDump:
         """allocated - peak: reserved and free at the peak."""
         return self.allocated_bytes - self.peak_bytes
 
+    def is_pool(self, life: Lifetime) -> bool:
+        """Whether the stay is of a whole allocation that no single buffer fills and whose use over time the compiler did not simulate."""
+        return self.buffers[life.buffer_id].size < life.size
+
     def alive_at(self, index: int) -> list[Lifetime]:
         """The buffers in HBM at a timeline index, largest first; their sizes sum to `usage[index]`."""
         alive = [life for life in self.lifetimes if life.start <= index <= life.end]
@@ -334,8 +338,11 @@ class _Places:
 
 
 def _whole_program(allocation: Allocation, buffers: Mapping[int, LogicalBuffer], last: int) -> Lifetime:
-    """The stay of an allocation that is reserved throughout: named by its largest buffer that fills it, the first of these."""
-    owner = next(buffer_id for buffer_id, offset in allocation.assigned if offset + buffers[buffer_id].size == allocation.size)
+    """The stay of an allocation that is reserved throughout: named by the first buffer that fills it, or that ends where it ends."""
+    filling = (buffer_id for buffer_id, _ in allocation.assigned if buffers[buffer_id].size == allocation.size)
+    owner = next(filling, None)
+    if owner is None:
+        owner = next(buffer_id for buffer_id, offset in allocation.assigned if offset + buffers[buffer_id].size == allocation.size)
     shared = tuple(buffer_id for buffer_id, _ in allocation.assigned if buffer_id != owner)
     return Lifetime(allocation.index, owner, allocation.size, 0, 0, last, shared)
 

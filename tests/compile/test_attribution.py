@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from service.compile.analyse import AnalysisContext, analyse, read
+from service.compile.dump import parse_dump
+from service.compile.memory import HBM
 from service.records import BUFFER_CLASSES
 from tests.compile.conftest import CompileOnTpu
 from tests.compile.tpu_programs import TRAIN_LAYERS, TRAIN_VOCAB
@@ -97,3 +99,20 @@ def test_largest_buffers_of_a_program_that_does_not_fit_are_the_same_table(compi
     assert sum(fields["classes"].values()) == fields["peak_bytes"]
     assert fields["buffers"][0].padded_bytes > 2**30
     assert fields["buffers"][0].module
+
+
+def test_memory_whose_use_over_time_is_not_told_is_blamed_on_no_buffer(compile_on_tpu: CompileOnTpu) -> None:
+    """The compiler writes no heap trace where it places every buffer for the whole program, as under a very low memory limit."""
+    proto = parse_dump(compile_on_tpu("v5p:2x2x1", "train_step").dump)
+    allocations, traces = proto.buffer_assignment.buffer_allocations, proto.buffer_assignment.heap_simulator_traces
+    (position,) = [index for index, trace in enumerate(traces) if allocations[trace.buffer_allocation_index].color == HBM]
+    pool = allocations[traces[position].buffer_allocation_index]
+    del traces[position]
+    context = AnalysisContext(mesh_axes={"fsdp": 2, "context": 2}, device_slices=(0,) * 4, family="v5p")
+    fields = analyse(read(proto.SerializeToString()), context=context).fields
+    assert min(fields["unattributed_bytes"], fields["classes"]["unattributed"], fields["modules"]["unattributed"]) >= pool.size
+    assert sum(fields["classes"].values()) == sum(fields["modules"].values()) == fields["peak_bytes"]
+    (shown,) = [buffer for buffer in fields["buffers"] if buffer.padded_bytes == pool.size]
+    assert shown.name == f"allocation {pool.index} of {len(pool.assigned)} values"
+    assert (shown.dtype, shown.shape, shown.logical_bytes, shown.scope, shown.source) == ("mixed", (), None, "", None)
+    assert fields["padding_bytes"] < pool.size
