@@ -114,7 +114,7 @@ class Attributor:
     def _temporary_class(self, life: Lifetime, values: list[Value], scope: Scope, phase: str | None, is_known: bool) -> str:
         path = scope.path
         is_dispatch = "moe" in path and ("dispatch" in path or "combine" in path)
-        if any(is_collective_result(self._program, self._program.instructions[value[0]]) for value in values):
+        if any(is_collective_result(self._program, value) for value in values):
             return "moe_dispatch" if is_dispatch else "collective_buffers"
         if is_dispatch:
             return "moe_dispatch"

@@ -29,7 +29,7 @@ from typing import Any
 
 from service.compile.cross_slice import transfer_kind
 from service.compile.groups import Mesh, Reach, reach_of
-from service.compile.hlo import Instruction, Program
+from service.compile.hlo import Instruction, Program, Value
 from service.compile.scope_search import ScopeSearch
 from service.compile.shapes import dtype_name, leaves, logical_bytes
 from service.compile.trips import Count, execution_counts
@@ -77,6 +77,9 @@ _EXPLICIT = frozenset(
 )  # fmt: skip
 """Primitives by which a program asks for a collective; any other collective was made by the compiler from shardings."""
 
+_VIEWS = frozenset({"bitcast", "convert", "copy", "dynamic-slice", "reshape", "slice", "transpose"})
+"""Opcodes that pass on what a collective brought, or a part of it."""
+
 _WRAPPERS = frozenset({"fusion", "async-start", "custom-call", "custom-call-start"})
 
 
@@ -123,11 +126,24 @@ def is_collective(instruction: Instruction) -> bool:
     return any(proto.HasField(field) for field in _GROUP_FIELDS)
 
 
-def is_collective_result(program: Program, instruction: Instruction) -> bool:
-    """Whether what the instruction yields came over the links: it is a collective, or waits for one, or wraps one."""
+def is_collective_result(program: Program, value: Value) -> bool:
+    """Whether the value came over the links: a collective yields it, or waits for it, or wraps what does.
+
+    A fusion that carries a piece of a running collective yields its own results beside it: only what the collective makes is one.
+    """
+    instruction = program.instructions[value[0]]
     if base_opcode(instruction.opcode) in WIRE_FACTORS or is_collective(instruction):
         return True
-    return instruction.opcode in _WRAPPERS and any(is_collective(inner) for inner in program.nested(instruction))
+    if instruction.opcode not in _WRAPPERS:
+        return False
+    is_wrapper = any(is_collective(inner) for inner in program.nested(instruction))
+    if instruction.opcode != "fusion" or not is_wrapper:
+        return is_wrapper
+    made = program.resolve((program.computations[instruction.called[0]].root, value[1]))
+    while program.instructions[made[0]].opcode in _VIEWS:
+        made = program.resolve((program.instructions[made[0]].operands[0], ()))
+    # The halves of a collective that runs beside other fusions end in a custom call that names no computation.
+    return program.instructions[made[0]].opcode == "custom-call" or is_collective_result(program, made)
 
 
 def find_collectives(program: Program, mesh: Mesh, search: ScopeSearch) -> list[CollectiveInstance]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.compile.collective_report import Links, group_collectives, sum_collectives
-from service.compile.collectives import CollectiveInstance
+from service.compile.collectives import CollectiveInstance, is_collective_result
 from service.errors import AnalysisError
 from tests.compile.hlo_text import collectives_in, program_from_text, recorded
 
@@ -284,3 +284,39 @@ def test_wider_element_types_do_not_change_what_a_count_means() -> None:
   ROOT %r = s4[8,5]{1,0:E(4)} all-to-all(%p), channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}"""
     )
     assert facts(found) == [("all-to-all", ("context",), 20)]
+
+
+def test_only_the_output_that_a_collective_makes_came_over_the_links() -> None:
+    """A fusion that carries a piece of a running all-gather beside its own matmul, as the compiler writes them."""
+    program = program_from_text(
+        f"""HloModule m, num_partitions=8
+
+{SUM}
+%piece (w: f32[3,5], x: f32[4,3]) -> (f32[4,5], f32[3,5], f32[5,6]) {{
+  %w = f32[3,5] parameter(0)
+  %x = f32[4,3] parameter(1)
+  %d = f32[4,5] dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %g = f32[6,5] all-gather(%w), channel_id=1, replica_groups=[4,2]<=[8], dimensions={{0}}, use_global_device_ids=true
+  %t = f32[5,6] transpose(%g), dimensions={{1,0}}
+  ROOT %r = (f32[4,5], f32[3,5], f32[5,6]) tuple(%d, %w, %t)
+}}
+
+%half (w: f32[3,5]) -> f32[6,5] {{
+  %w = f32[3,5] parameter(0)
+  %g = f32[6,5] all-gather(%w), channel_id=2, replica_groups=[4,2]<=[8], dimensions={{0}}, use_global_device_ids=true
+  ROOT %c = f32[6,5] custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}}
+
+ENTRY %e {{
+  %p = f32[3,5] parameter(0)
+  %q = f32[4,3] parameter(1)
+  %f = (f32[4,5], f32[3,5], f32[5,6]) fusion(%p, %q), kind=kOutput, calls=%piece
+  %h = f32[6,5] fusion(%p), kind=kCustom, calls=%half
+  ROOT %n = f32[3,5] negate(%p)
+}}
+"""
+    )
+    by_name = {instruction.name: instruction.id for instruction in program.instructions.values()}
+    assert [is_collective_result(program, (by_name["f"], (output,))) for output in range(3)] == [False, False, True]
+    assert is_collective_result(program, (by_name["h"], ()))
+    assert not is_collective_result(program, (by_name["n"], ()))
