@@ -1,13 +1,14 @@
-"""Which primes an Engram model hashes with, and so how many rows its tables have; NumPy only, so that a spec can be checked without JAX."""
+"""Which primes an Engram model hashes with, and so how many rows its tables have; no JAX and no NumPy here.
+
+A spec is checked against it before a child starts, by clients too, who have neither installed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import compress
 
 from service.models.config import EngramConfig
 
@@ -19,26 +20,30 @@ def primes_from(start: int) -> Iterator[int]:
     """The primes >= `start`, ascending, by a segmented sieve whose windows grow with what is asked for."""
     low, width = max(start, 2), 1024
     while True:
-        yield from (low + np.flatnonzero(_is_prime(low, low + width))).tolist()
+        yield from compress(range(low, low + width), _is_prime(low, low + width))
         low, width = low + width, min(2 * width, MAX_WINDOW)
 
 
-def _is_prime(low: int, high: int) -> NDArray[np.bool_]:
-    """bool[high - low]: whether each number of [low, high) is prime; low >= 2."""
-    sieve = np.ones(high - low, dtype=np.bool_)
+def _is_prime(low: int, high: int) -> bytearray:
+    """For each number of [low, high), 1 where it is prime and 0 where not; low >= 2."""
+    sieve = bytearray(b"\x01") * (high - low)
     for prime in _primes_below(math.isqrt(high) + 1):
-        sieve[max(prime * prime, -(-low // prime) * prime) - low :: prime] = False
+        _strike(sieve, max(prime * prime, -(-low // prime) * prime) - low, prime)
     return sieve
 
 
 @lru_cache(maxsize=8)
 def _primes_below(limit: int) -> tuple[int, ...]:
-    sieve = np.ones(max(limit, 2), dtype=np.bool_)
-    sieve[:2] = False
+    sieve = bytearray(b"\x01") * max(limit, 2)
+    sieve[:2] = b"\x00\x00"
     for number in range(2, math.isqrt(limit) + 1):
         if sieve[number]:
-            sieve[number * number :: number] = False
-    return tuple(np.flatnonzero(sieve).tolist())
+            _strike(sieve, number * number, number)
+    return tuple(compress(range(limit), sieve))
+
+
+def _strike(sieve: bytearray, start: int, step: int) -> None:
+    sieve[start::step] = bytes(len(range(start, len(sieve), step)))
 
 
 @lru_cache(maxsize=32)
@@ -51,6 +56,8 @@ def layer_primes(engram: EngramConfig) -> Mapping[int, tuple[tuple[int, ...], ..
         ValueError: a layer's primes sum beyond what an int32 row id reaches.
     """
     used: set[int] = set()
+    # Each base goes on where its last head stopped: what lies before is used, and no layer sieves it again.
+    ahead = {base: primes_from(base) for base in engram.base_sizes}
     layers: dict[int, tuple[tuple[int, ...], ...]] = {}
     for layer in engram.layers:
         total = 0
@@ -59,9 +66,8 @@ def layer_primes(engram: EngramConfig) -> Mapping[int, tuple[tuple[int, ...], ..
         orders = []
         for base in engram.base_sizes:
             heads: list[int] = []
-            for prime in primes_from(base):
-                if len(heads) == engram.num_heads:
-                    break
+            while len(heads) < engram.num_heads:
+                prime = next(ahead[base])
                 if prime not in used:
                     used.add(prime)
                     heads.append(prime)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.models import axes
+from service.models import axes, primes
 from service.models.config import EngramConfig, MeshAxes, deepseek_custom, tiny, v4_1_scale
 from service.models.hashing import HashMapping, layer_multipliers
 from service.models.order import Order, to_array_order, to_time_order
@@ -75,6 +75,31 @@ def test_no_two_heads_orders_or_layers_share_a_prime() -> None:
     primes = [prime for orders in layer_primes(engram()).values() for heads in orders for prime in heads]
     assert len(primes) == len(set(primes)) == 2 * 2 * 2
     assert all(is_prime(prime) for prime in primes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(bases=st.lists(st.integers(1, 60), min_size=3, max_size=3), heads=st.integers(1, 9), layers=st.permutations([0, 3, 5]))
+def test_each_head_takes_the_next_prime_that_is_unused_from_its_base_on(bases: list[int], heads: int, layers: list[int]) -> None:
+    config = EngramConfig(layers=tuple(layers), max_ngram=4, num_heads=heads, head_dim=5, base_sizes=tuple(bases))
+    used: set[int] = set()
+    expected: dict[int, list[list[int]]] = {layer: [[] for _ in bases] for layer in layers}
+    for layer in layers:
+        for order, base in enumerate(bases):
+            for _ in range(heads):
+                number = base
+                while not is_prime(number) or number in used:
+                    number += 1
+                used.add(number)
+                expected[layer][order].append(number)
+    assert {layer: [list(primes) for primes in orders] for layer, orders in layer_primes(config).items()} == expected
+
+
+def test_many_layers_that_draw_from_one_base_sieve_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sieved: list[int] = []
+    real = primes._is_prime
+    monkeypatch.setattr(primes, "_is_prime", lambda low, high: sieved.append(low) or real(low, high))
+    layer_primes(engram(layers=tuple(range(40)), base_sizes=(1_000_003, 1_000_003)))
+    assert len(sieved) == len(set(sieved)) <= 2
 
 
 def test_a_table_beyond_int32_is_refused_with_its_rows() -> None:
