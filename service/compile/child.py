@@ -57,7 +57,7 @@ class LockedError(Exception):
 
 def main(load: Load | None = None) -> None:
     """Answer one request from stdin and end the process; `load` makes the program of a request, from its spec where None."""
-    # Tracing makes a million objects that live to the end: looking for garbage among them took a fifth of its time and found 8 MB.
+    # Nearly all that tracing makes lives to the end: looking for garbage among it takes time at every turn and frees next to nothing.
     gc.disable()
     lifeline = Lifeline()
     request = CompileRequest.model_validate(lifeline.receive())

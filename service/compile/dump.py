@@ -2,8 +2,8 @@
 
 The schema is data: one line per message, `number name type`, where a type ending in `*` is repeated and a capital letter names another
 message of the table. Field numbers are those of xla/service/hlo.proto and xla/xla_data.proto; tests/compile/test_dump.py holds each
-against the descriptors embedded in jaxlib's shared library. Parsing is google.protobuf's own (a 20 MB dump in 0.2 s); fields that are not
-named here are skipped.
+against the descriptors embedded in jaxlib's shared library. Parsing is google.protobuf's own, compiled code; fields that are not named
+here are skipped.
 """
 
 from __future__ import annotations

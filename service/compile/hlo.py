@@ -1,6 +1,6 @@
 """The optimised program as a graph: instructions, who uses them, which computation each lies in and who calls that.
 
-Built from the dump's `HloModuleProto` (all of the 671B program in 0.3 s). Every instruction is named by its id, unique in the module.
+Built from the dump's `HloModuleProto`. Every instruction is named by its id, unique in the module.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Decoder(nnx.Module):
             if metrics is not None:
                 moe[run.name] = metrics
         # The barrier holds for gradients too: the backward pass finishes the head's gradient, and drops the logits, before it enters the
-        # layers. Left to itself the compiler puts that off to the end and keeps the logits (2 GB for DeepSeek-V3) through all layers.
+        # layers. Left to itself the compiler puts that off to the end and keeps the logits through all layers.
         hidden, head = jax.lax.optimization_barrier((reduce_streams(streams), self.head[...]))
         with jax.named_scope("logits"):
             head = gather(head, self.head.axes, train.dtype)

@@ -1,8 +1,9 @@
-"""A random generator for initial weights that costs almost nothing to compile: a hash of each element's index, instead of Threefry's loops.
+"""A random generator for initial weights that is quick to compile: a hash of each element's index, instead of Threefry's loops.
 
-The weights of a small model take 27 s of a CPU to compile with JAX's default generator and one with this. A value depends on the key and on
-its own index alone, so that it is the same on every mesh, and rows that pad a table change no other. Made for initial weights, not
-for statistics or secrets. Plugs in under `jax.random` by JAX's own extension point.
+JAX's default generator puts a loop into the program for each array that is drawn, and a CPU's compiler works on every one; this one puts
+none (held by tests/models/test_generator.py). A value depends on the key and on its own index alone, so that it is the same on every
+mesh, and rows that pad a table change no other. Made for initial weights, not for statistics or secrets. Plugs in under `jax.random` by
+JAX's own extension point.
 """
 
 from __future__ import annotations

@@ -40,6 +40,15 @@ def test_a_mesh_changes_no_value() -> None:
     np.testing.assert_array_equal(cut, jax.jit(lambda: jax.random.normal(make_key(7), (8, 6)))())
 
 
+def test_no_loop_stands_in_the_program_for_an_array_that_is_drawn() -> None:
+    ours, threefry = (
+        jax.jit(lambda key: jax.random.normal(key, (5, 3))).lower(key).as_text().count("stablehlo.while")
+        for key in (make_key(0), jax.random.key(0))
+    )
+    assert ours == 0
+    assert threefry == 1
+
+
 def test_other_widths_are_refused() -> None:
     with pytest.raises(ValueError, match="32 bits at a time and 16 were asked for"):
         jax.random.bits(make_key(0), (2,), "uint16")
