@@ -263,6 +263,11 @@ class StepConfig(Frozen):
         """Whether training input is in load-balanced order: more than one context rank, and balance asked for."""
         return self.context.load_balance and self.axes.context > 1
 
+    @property
+    def retries(self) -> bool:
+        """Whether a step that dropped tokens is replayed, so that it must leave its state alive; without experts nothing is dropped."""
+        return self.moe.retry_when_tokens_dropped and self.model.experts is not None
+
 
 def deepseek_v3_671b() -> ModelConfig:
     """DeepSeek-V3: 671.03 B parameters in the main model (arXiv 2412.19437, section 4.2); MTP depth 0 unless asked for."""

@@ -85,7 +85,7 @@ def build_train_program(config: StepConfig, program: ProgramName, mesh: Mesh, *,
         step=partial(_step, config, built),
         abstract_state=abstract_state,
         abstract_batch=_abstract_batch(config, mesh),
-        donate_argnums=() if config.moe.retry_when_tokens_dropped else (0,),
+        donate_argnums=() if config.retries else (0,),
         state_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state),
         metrics_sharding=NamedSharding(mesh, PartitionSpec()),
     )

@@ -94,14 +94,14 @@ class StepsRun:
 
         self._enter("build")
         config, reduction = configure(full, steps)
-        names: tuple[ProgramName, ...] = ("candidate", "dropless") if retries(config) else (spec.programs[0],)
+        names: tuple[ProgramName, ...] = ("candidate", "dropless") if config.retries else (spec.programs[0],)
         programs = StepPrograms(devices)
-        num_states = 2 + steps.look_ahead if retries(config) else 1
+        num_states = 2 + steps.look_ahead if config.retries else 1
         _, built = programs.build(config, names[0])
         self._know(
             reduction=reduction,
-            retry=retries(config),
-            look_ahead=steps.look_ahead if retries(config) else None,
+            retry=config.retries,
+            look_ahead=steps.look_ahead if config.retries else None,
             num_parameters=sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(built.abstract_state["params"])),
         )
 
@@ -210,11 +210,6 @@ def configure(full: StepConfig, steps: StepsConfig) -> tuple[StepConfig, dict[st
     if steps.force_overflow == "small_factor":
         moe = moe.model_copy(update={"ragged_buffer_factor": FORCED_FACTOR})
     return full.model_copy(update={"model": model, "moe": moe}), describe_reduction(full.model, model)
-
-
-def retries(config: StepConfig) -> bool:
-    """Whether the run has two programs."""
-    return config.moe.retry_when_tokens_dropped and config.model.experts is not None
 
 
 def initial_state(config: StepConfig, step: CompiledStep, steps: StepsConfig) -> State:

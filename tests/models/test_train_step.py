@@ -71,6 +71,12 @@ def test_a_step_that_may_be_replayed_donates_nothing() -> None:
     assert [build(config(moe=retry), program).donate_argnums for program in ("candidate", "dropless")] == [(), ()]
 
 
+def test_a_step_without_experts_donates_even_where_retry_is_asked_for() -> None:
+    dense = tiny().model_copy(update={"experts": None, "first_num_dense_layers": tiny().num_layers})
+    retry = MoeConfig(ragged_buffer_factor=0.5, retry_when_tokens_dropped=True)
+    assert build(config(model=dense, moe=retry), "candidate").donate_argnums == (0,)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

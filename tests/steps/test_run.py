@@ -14,7 +14,7 @@ from service.steps.checks import FORCED_FACTOR
 from service.steps.config import StepsConfig
 from service.steps.devices import NoDevicesError
 from service.steps.interface import StepsRequest
-from service.steps.run import NotFiniteError, StepsRun, configure, retries
+from service.steps.run import NotFiniteError, StepsRun, configure
 from service.steps_records import StepsReport, StepsStatus
 
 
@@ -91,6 +91,6 @@ def test_what_is_run_is_the_specs_unless_asked_otherwise(make_config: Callable[.
 
 def test_a_model_without_experts_never_retries(make_config: Callable[..., StepConfig]) -> None:
     config = make_config(moe=MoeConfig(retry_when_tokens_dropped=True))
-    assert retries(config)
-    assert not retries(config.model_copy(update={"model": config.model.model_copy(update={"experts": None})}))
-    assert not retries(make_config(moe=MoeConfig()))
+    assert config.retries
+    assert not config.model_copy(update={"model": config.model.model_copy(update={"experts": None})}).retries
+    assert not make_config(moe=MoeConfig()).retries
