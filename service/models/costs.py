@@ -250,21 +250,33 @@ def tokens_per_device(config: StepConfig) -> int:
     return config.global_batch // config.axes.batch_shards * (config.train.seq_len // config.axes.context)
 
 
-def moe_receive_rows(config: StepConfig, program: ProgramName) -> int:
-    """Rows of one device's receive buffer, for one chunk of tokens.
+def receive_rows(num_tokens: int, *, num_chosen: int, num_experts: int, num_ranks: int, buffer_factor: float) -> int:
+    """Rows of one rank's receive buffer, for `num_tokens` tokens on each sending rank: what the exchange reserves, and what is reported.
 
-    With T local assignments of that chunk (tokens * k): the most that can arrive, int(T * min(expert ranks, E / k)), for dropless and a
-    factor of -1; int(T * factor), and no more than that, for a candidate. One expert rank sends to no one and holds its own T.
+    With T = num_tokens * num_chosen assignments a rank: int(T * min(num_ranks, num_experts / num_chosen)) for factor -1, the most that can
+    arrive, since a token's experts are distinct; int(T * factor) for a positive factor, and never more than can arrive. One rank sends
+    to no one and holds its own T rows, whatever the factor.
     """
+    # In integers: T * num_experts / num_chosen is num_tokens * num_experts exactly, where a float quotient can fall one row short.
+    worst = num_tokens * min(num_ranks * num_chosen, num_experts)
+    if buffer_factor == -1 or num_ranks == 1:
+        return worst
+    return max(1, min(int(num_tokens * num_chosen * buffer_factor), worst))
+
+
+def moe_receive_rows(config: StepConfig, program: ProgramName) -> int:
+    """Rows of one device's receive buffer, for one chunk of tokens; the worst case for dropless. 0 for a model without experts."""
     experts, moe = config.model.experts, config.moe
     if experts is None:
         return 0
     dropless = program == "dropless"
-    tokens = tokens_per_device(config) // (moe.dropless.token_chunks if dropless else 1)
-    worst = tokens * min(config.axes.expert * experts.num_experts_per_token, experts.num_experts)
-    if dropless or moe.ragged_buffer_factor == -1 or config.axes.expert == 1:
-        return worst
-    return max(1, min(int(tokens * experts.num_experts_per_token * moe.ragged_buffer_factor), worst))
+    return receive_rows(
+        tokens_per_device(config) // (moe.dropless.token_chunks if dropless else 1),
+        num_chosen=experts.num_experts_per_token,
+        num_experts=experts.num_experts,
+        num_ranks=config.axes.expert,
+        buffer_factor=-1.0 if dropless else moe.ragged_buffer_factor,
+    )
 
 
 def moe_receive_bytes(config: StepConfig, program: ProgramName) -> int:

@@ -1,4 +1,4 @@
-"""How token rows travel to the ranks of their experts and back: the receive buffer, the plan of an exchange, and the exchange itself.
+"""How token rows travel to the ranks of their experts and back: the plan of an exchange, and the exchange itself.
 
 Runs inside a `shard_map` that is manual over every mesh axis; shapes are per device. Each rank of the `expert` axis holds
 `experts // ranks` consecutive experts. An assignment is one (token, chosen expert) pair. A rank sorts its assignments by expert
@@ -15,20 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 EXPERT_AXIS = "expert"
-
-
-def receive_rows(num_tokens: int, *, num_chosen: int, num_experts: int, num_ranks: int, buffer_factor: float) -> int:
-    """Rows of one rank's receive buffer, for `num_tokens` tokens on each sending rank.
-
-    With T = num_tokens * num_chosen assignments a rank: int(T * min(num_ranks, num_experts / num_chosen)) for factor -1, the most that can
-    arrive, since a token's experts are distinct; int(T * factor) for a positive factor, and never more than can arrive. One rank sends
-    to no one and holds its own T rows, whatever the factor.
-    """
-    # In integers: T * num_experts / num_chosen is num_tokens * num_experts exactly, where a float quotient can fall one row short.
-    worst = num_tokens * min(num_ranks * num_chosen, num_experts)
-    if buffer_factor == -1 or num_ranks == 1:
-        return worst
-    return max(1, min(int(num_tokens * num_chosen * buffer_factor), worst))
 
 
 class Plan(NamedTuple):

@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from service.models.axes import axis_size, spec
 from service.models.config import AXIS_NAMES
-from service.models.dispatch import EXPERT_AXIS, Plan, group_sizes, make_plan, receive_rows, return_rows, send_rows
+from service.models.costs import receive_rows
+from service.models.dispatch import EXPERT_AXIS, Plan, group_sizes, make_plan, return_rows, send_rows
 from service.models.rules import RULES
 
 # Over these the width of an expert is cut at rest and gathered for use; over `tensor` it stays cut.

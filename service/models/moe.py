@@ -75,7 +75,7 @@ class Moe(nnx.Module):
     ) -> tuple[Float[Array, "batch seq dim"], MoeMetrics]:
         """The layer's output and metrics.
 
-        `buffer_factor` -1 is dropless, a positive one candidate (`dispatch.receive_rows`); `token_chunks` cuts each device's tokens into
+        `buffer_factor` -1 is dropless, a positive one candidate (`costs.receive_rows`); `token_chunks` cuts each device's tokens into
         pieces that go through the experts one after another, each with a buffer smaller by that count; `use_ragged_all_to_all` is for
         backends that have it (TPU), with equal values either way.
 

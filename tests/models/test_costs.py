@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from service.models.axes import make_mesh
+from service.models import experts
+from service.models.axes import make_mesh, spec
 from service.models.config import (
     PRESETS,
     DroplessConfig,
@@ -32,9 +33,9 @@ from service.models.costs import (
     moe_receive_rows,
     padded_bytes,
     parameter_arrays,
+    receive_rows,
     saved_carry_bytes,
 )
-from service.models.dispatch import receive_rows
 from service.models.train_step import build_train_program
 
 ONE_DEVICE, DROPLESS = MeshAxes(), MoeConfig()
@@ -65,6 +66,7 @@ def test_the_closed_form_names_every_array_of_the_model(name: str, axes: MeshAxe
     real = {tuple(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     closed = {array.path: array for array in parameter_arrays(config.model, axes)}
     assert {path: leaf.shape for path, leaf in real.items()} == {path: array.shape for path, array in closed.items()}
+    assert {path: leaf.sharding.spec for path, leaf in real.items()} == {path: spec(*array.axes) for path, array in closed.items()}
 
 
 @pytest.mark.parametrize("axes", [MeshAxes(), MeshAxes(fsdp=2, expert=2, context=2), MeshAxes(data=2, expert=2, tensor=2)])
@@ -115,17 +117,30 @@ def test_argument_bytes_of_the_large_presets_are_those_the_compiler_gave() -> No
 
 
 @pytest.mark.parametrize(
-    ("factor", "expert", "program"),
-    [(-1.0, 4, "candidate"), (0.3, 4, "candidate"), (9.0, 4, "candidate"), (0.3, 1, "candidate"), (0.3, 4, "dropless")],
+    ("factor", "expert", "program", "rows"),
+    [
+        (-1.0, 4, "candidate", 4 * 256),
+        (0.3, 4, "candidate", 76),
+        (9.0, 4, "candidate", 4 * 256),
+        (0.3, 1, "candidate", 256),
+        (0.3, 4, "dropless", 4 * 128),
+    ],
 )
-def test_receive_rows_are_those_of_the_exchange(factor: float, expert: int, program: Any) -> None:
-    config = step(tiny(), MeshAxes(expert=expert), MoeConfig(ragged_buffer_factor=factor, dropless=DroplessConfig(token_chunks=2)))
-    dropless = program == "dropless"
-    expected = receive_rows(
-        2 * 64 // (2 if dropless else 1), num_chosen=2, num_experts=8, num_ranks=expert, buffer_factor=-1.0 if dropless else factor
-    )
-    assert moe_receive_rows(config, program) == expected
-    assert moe_receive_bytes(config, program) == expected * 64 * 2
+def test_receive_rows_are_those_that_the_exchange_reserves(
+    monkeypatch: pytest.MonkeyPatch, factor: float, expert: int, program: Any, rows: int
+) -> None:
+    """256 assignments on each rank, in two chunks when dropless; and what the traced step asks for is what is reported."""
+    moe = MoeConfig(ragged_buffer_factor=factor, dropless=DroplessConfig(token_chunks=2))
+    config = step(tiny(), MeshAxes(expert=expert), moe)
+    assert moe_receive_rows(config, program) == rows
+    assert moe_receive_bytes(config, program) == rows * 64 * 2
+    asked: list[int] = []
+    monkeypatch.setattr(experts, "receive_rows", lambda *sizes, **options: asked.append(receive_rows(*sizes, **options)) or asked[-1])
+    mesh = make_mesh(config.axes, jax.devices()[:expert])
+    built = build_train_program(config, program, mesh)
+    with jax.set_mesh(mesh):
+        jax.eval_shape(built.step, built.abstract_state, built.abstract_batch)
+    assert set(asked) == {rows}
 
 
 def test_saved_carries_are_a_copy_of_the_streams_for_each_layer() -> None:

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from service.models.axes import make_mesh
 from service.models.config import MeshAxes
-from service.models.dispatch import group_sizes, make_plan, receive_rows, return_rows, send_rows
+from service.models.costs import receive_rows
+from service.models.dispatch import group_sizes, make_plan, return_rows, send_rows
 
 DIM = 3
 
