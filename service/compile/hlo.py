@@ -166,14 +166,6 @@ class Program:
                 yield inner
                 pending.extend(inner.called)
 
-    def source_of(self, instruction: Instruction) -> str | None:
-        """`file:line` of the innermost frame; None where the compiler kept none."""
-        metadata = instruction.proto.metadata
-        if metadata.source_file:
-            return f"{metadata.source_file}:{metadata.source_line}"
-        frames = self.frames_of(instruction)
-        return frames[0] if frames else None
-
     def frames_of(self, instruction: Instruction) -> list[str]:
         """`file:line` of the frames that made an instruction, innermost first."""
         frames: list[str] = []

@@ -61,11 +61,6 @@ class HashMapping:
     def __hash__(self) -> int:
         return hash(self._identity)
 
-    @property
-    def num_hashes(self) -> int:
-        """Rows that one token reads: heads times n-gram orders."""
-        return self.engram.num_heads * self.engram.num_orders
-
     def num_rows(self, layer: int) -> int:
         """Rows of the layer's flat table, pads apart."""
         return num_table_rows(self.engram, layer)

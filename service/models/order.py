@@ -87,12 +87,6 @@ def time_index(seq_len: int, cp: int, order: Order) -> NDArray[np.int32]:
     return to_array_order(np.arange(seq_len, dtype=np.int32)[None], cp=cp, order=order)[0]
 
 
-def array_index(seq_len: int, cp: int, order: Order) -> NDArray[np.int32]:
-    """int32[seq]: the array position of each time; the inverse of `time_index`."""
-    check_sequence(seq_len, cp=cp, order=order)
-    return to_time_order(np.arange(seq_len, dtype=np.int32)[None], cp=cp, order=order)[0]
-
-
 def to_array_order[ArrayT](x: ArrayT, *, cp: int, order: Order) -> ArrayT:
     """[batch, seq, ...] in time to the same in array order; NumPy or JAX.
 

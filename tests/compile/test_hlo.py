@@ -61,9 +61,7 @@ def test_loop_parts_are_told_apart_by_the_conditions_truth_value() -> None:
 def test_source_is_the_innermost_frame() -> None:
     program = recorded("v5e-2x4.nested_scans_7_by_5")
     permute = next(i for i in program.instructions.values() if i.opcode == "collective-permute-start")
-    source = program.source_of(permute)
-    assert source is not None
-    path, line = source.split(":")
+    path, line = program.frames_of(permute)[0].split(":")
     assert path == "tests/compile/tpu_programs.py"
     assert int(line) > 1
 
