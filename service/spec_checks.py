@@ -12,8 +12,8 @@ from service.compile.catalog import Topology, find_topology
 from service.compile.options import ALLOWED, legal_value
 from service.errors import Problem
 from service.models.config import AXIS_NAMES, REMAT_NAMES
-from service.models.rules import RULES
 from service.spec_problems import nearest
+from service.spec_sharding import check_sharding
 
 INT32_MAX = 2**31 - 1
 Sections = Mapping[str, Any]
@@ -253,25 +253,6 @@ def _engram_order(model: Any, train: Any, mesh: Any, context: Any) -> Iterator[P
         )
 
 
-def _sharding(model: Any, mesh: Any) -> Iterator[Problem]:
-    """Every size that is cut over the mesh must divide; nothing is replicated in silence."""
-    sizes: list[tuple[str, int | None, str]] = [
-        ("model.dim", model.dim, "embed"),
-        ("model.num_heads", model.num_heads, "heads"),
-        ("model.mlp_dim", model.mlp_dim, "mlp"),
-        ("model.vocab_size", model.vocab_size, "vocab"),
-    ]
-    if model.experts is not None:
-        sizes.append(("model.experts.expert_dim", model.experts.expert_dim, "expert_mlp"))
-    for path, size, logical in sizes:
-        shards = 1
-        for axis in RULES[logical]:
-            shards *= getattr(mesh, axis)
-        if size is not None and size % shards:
-            axes = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in RULES[logical])
-            yield Problem(path, size, f"does not divide over {axes} = {shards} shards", f"a multiple of {shards}, or other mesh axes")
-
-
 def _token_chunks(train: Any, mesh: Any, moe: Any) -> Iterator[Problem]:
     local = round(train.per_device_batch * mesh.num_devices) // mesh.batch_shards * (train.seq_len // mesh.context)
     if local and local % moe.dropless.token_chunks:
@@ -348,7 +329,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("train", "mesh", "context"), _sequence),
     (("model",), _architecture),
     (("model", "mesh"), _experts),
-    (("model", "mesh"), _sharding),
+    (("model", "mesh"), check_sharding),
     (("model",), _engram),
     (("model", "train", "mesh", "context"), _engram_order),
     (("train", "mesh", "moe"), _token_chunks),

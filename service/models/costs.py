@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from service.models.config import DTYPE_BYTES, ExpertsConfig, MeshAxes, ModelConfig, ProgramName, StepConfig
+from service.models.config import DTYPE_BYTES, EngramConfig, ExpertsConfig, MeshAxes, ModelConfig, ProgramName, StepConfig
 from service.models.primes import num_padded_rows, num_table_rows
 from service.models.rules import RULES
 from service.models.runs import layer_runs
@@ -123,8 +123,8 @@ def _engram(model: ModelConfig, layer: int, mesh: MeshAxes | None) -> list[Param
     assert engram is not None
     rows, table_axes = num_table_rows(engram, layer), ("engram_rows", "engram_dim")
     if mesh is not None:
-        shards = _cut("engram_rows", mesh)
-        if engram.head_dim % (LANES * shards) == 0:
+        shards = num_row_shards(engram, mesh)
+        if shards is None:
             table_axes = ("engram_all_rows", "engram_columns")
         else:
             rows = num_padded_rows(rows, shards)
@@ -141,6 +141,12 @@ def _engram(model: ModelConfig, layer: int, mesh: MeshAxes | None) -> list[Param
         ),
         ParameterArray(("short_conv", "kernel"), "engram", (engram.kernel_size, streams, dim), ("kernel", "streams", "dim")),
     ]
+
+
+def num_row_shards(engram: EngramConfig, mesh: MeshAxes) -> int | None:
+    """Pieces that the rows of an Engram table are cut in, to which they are padded; None where it is cut by columns."""
+    shards = num_shards("engram_rows", mesh)
+    return None if engram.head_dim % (LANES * shards) == 0 else shards
 
 
 def count_parameters(model: ModelConfig) -> dict[str, int]:
@@ -202,10 +208,11 @@ def argument_bytes(config: StepConfig, *, tiled: bool = True) -> ArgumentBytes:
 
 def shard_shape(shape: Sequence[int], axes: Sequence[str | None], mesh: MeshAxes) -> tuple[int, ...]:
     """The part of an array that one device holds; sizes are taken to divide (`axes.check_divides`)."""
-    return tuple(size // _cut(axis, mesh) for size, axis in zip(shape, axes, strict=True))
+    return tuple(size // num_shards(axis, mesh) for size, axis in zip(shape, axes, strict=True))
 
 
-def _cut(axis: str | None, mesh: MeshAxes) -> int:
+def num_shards(axis: str | None, mesh: MeshAxes) -> int:
+    """Pieces that a dim with this logical axis is cut in; 1 for None."""
     sizes = mesh.as_dict()
     return math.prod(sizes[mesh_axis] for mesh_axis in (RULES[axis] if axis is not None else ()))
 
