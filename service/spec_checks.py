@@ -11,11 +11,12 @@ from typing import Any
 from service.compile.catalog import Topology, find_topology
 from service.compile.options import ALLOWED, legal_value
 from service.errors import Problem
-from service.models.config import AXIS_NAMES, REMAT_NAMES
+from service.models.config import AXIS_NAMES, REMAT_NAMES, EngramConfig
+from service.models.costs import num_row_shards
+from service.models.primes import INT32_MAX, layer_primes, num_padded_rows, num_table_rows
 from service.spec_problems import nearest
 from service.spec_sharding import check_sharding
 
-INT32_MAX = 2**31 - 1
 Sections = Mapping[str, Any]
 Check = Callable[..., Iterator[Problem]]
 
@@ -227,6 +228,11 @@ def _engram(model: Any) -> Iterator[Problem]:
         yield Problem(
             "model.engram.pad_id", engram.pad_id, f"is outside the vocabulary of {model.vocab_size}", f"at most {model.vocab_size - 1}"
         )
+    yield from _table_rows(engram)
+
+
+def _table_rows(engram: EngramConfig) -> Iterator[Problem]:
+    # The bases alone, and the sum as it grows, end the search for the primes of a table that is too large.
     rows = sum(engram.base_sizes) * engram.num_heads
     if rows > INT32_MAX:
         yield Problem(
@@ -235,6 +241,27 @@ def _engram(model: Any) -> Iterator[Problem]:
             f"the flat table would have at least {rows:,} rows, beyond what int32 row ids can address",
             f"base sizes that sum to at most {INT32_MAX // engram.num_heads:,} with {engram.num_heads} heads",
         )
+        return
+    try:
+        layer_primes(engram)
+    except ValueError as error:
+        yield Problem(
+            "model.engram.num_heads",
+            engram.num_heads,
+            f"every head of every order and layer takes a prime of its own, and {error}",
+            "fewer heads, smaller base_sizes or a smaller max_ngram",
+        )
+
+
+def _engram_padding(model: Any, mesh: Any) -> Iterator[Problem]:
+    engram = model.engram
+    if engram is None or any(_table_rows(engram)):
+        return
+    rows = max(num_table_rows(engram, layer) for layer in engram.layers)
+    try:
+        num_padded_rows(rows, num_row_shards(engram, mesh) or 1)
+    except ValueError as error:
+        yield Problem("model.engram.base_sizes", list(engram.base_sizes), str(error), "smaller base sizes, or fewer shards")
 
 
 def _engram_order(model: Any, train: Any, mesh: Any, context: Any) -> Iterator[Problem]:
@@ -331,6 +358,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("model", "mesh"), _experts),
     (("model", "mesh"), check_sharding),
     (("model",), _engram),
+    (("model", "mesh"), _engram_padding),
     (("model", "train", "mesh", "context"), _engram_order),
     (("train", "mesh", "moe"), _token_chunks),
     (("model", "programs"), _programs),
