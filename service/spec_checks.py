@@ -264,11 +264,25 @@ def _engram_padding(model: Any, mesh: Any) -> Iterator[Problem]:
         yield Problem("model.engram.base_sizes", list(engram.base_sizes), str(error), "smaller base sizes, or fewer shards")
 
 
-def _engram_order(model: Any, train: Any, mesh: Any, context: Any) -> Iterator[Problem]:
+def _order(context: Any) -> Iterator[Problem]:
+    if not context.load_balance and context.order != "auto":
+        yield Problem(
+            "context.order",
+            context.order,
+            "is an order of load balance, and context.load_balance is false: the sequence lies in natural order",
+            "auto",
+        )
+
+
+def _engram_order(model: Any, context: Any) -> Iterator[Problem]:
+    # Without load balance no order but auto is legal, for any model: `_order` has said so.
+    if model.engram is not None and context.load_balance and context.order == "striped":
+        yield Problem("context.order", "striped", "Engram reads neighbours, which the striped order scatters", "auto or dual_chunk_swap")
+
+
+def _engram_halo(model: Any, train: Any, mesh: Any, context: Any) -> Iterator[Problem]:
     if model.engram is None or mesh.context == 1:
         return
-    if context.load_balance and context.order == "striped":
-        yield Problem("context.order", "striped", "Engram reads neighbours, which the striped order scatters", "auto or dual_chunk_swap")
     chunks = mesh.context * (2 if context.load_balance else 1)
     chunk = train.seq_len // chunks
     if chunk < model.engram.halo:
@@ -359,7 +373,9 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("model", "mesh"), check_sharding),
     (("model",), _engram),
     (("model", "mesh"), _engram_padding),
-    (("model", "train", "mesh", "context"), _engram_order),
+    (("context",), _order),
+    (("model", "context"), _engram_order),
+    (("model", "train", "mesh", "context"), _engram_halo),
     (("train", "mesh", "moe"), _token_chunks),
     (("model", "programs"), _programs),
     (("model", "mesh", "moe", "steps"), _forced_overflow),

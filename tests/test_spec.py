@@ -92,6 +92,20 @@ WRONG: dict[str, tuple[str, Any, str, str, str]] = {
     "MoE layers without experts": ("model.experts", None, "model.experts", "5 layers are MoE", "every layer dense"),
     "rope of odd width": ("model.mla.qk_rope_head_dim", 15, "model.mla.qk_rope_head_dim", "turns pairs", "even"),
     "striped with Engram": ("context.order", "striped", "context.order", "reads neighbours", "dual_chunk_swap"),
+    "order without load balance": (
+        "context",
+        {"load_balance": False, "order": "dual_chunk_swap"},
+        "context.order",
+        "context.load_balance is false: the sequence lies in natural order",
+        "auto",
+    ),
+    "striped without load balance": (
+        "context",
+        {"load_balance": False, "order": "striped"},
+        "context.order",
+        "load_balance is false",
+        "auto",
+    ),
     "token chunks": ("moe.dropless.token_chunks", 3, "moe.dropless.token_chunks", "2048 tokens on each device", "a divisor of 2048"),
     "vocabulary chunks": ("train.vocab_chunks", 3, "train.vocab_chunks", "512 positions on each device", "a divisor of 512"),
     "buffer factor": ("moe.ragged_buffer_factor", 0, "moe", "use -1 for the worst case", ""),
@@ -188,6 +202,18 @@ def test_each_wrong_steps_spec_is_told_where_why_and_what_would_be_legal(name: s
     assert where in found, found
     assert message in found[where][0]
     assert legal in found[where][1]
+
+
+def test_striped_is_refused_for_engram_even_where_no_rank_shares_the_sequence() -> None:
+    data = changed("context.order", "striped")
+    data["mesh"] |= {"fsdp": 4, "context": 1}
+    assert list(problems(data)) == ["context.order"]
+    data["model"]["engram"] = None
+    assert parse_spec(data).context.order == "striped"
+
+
+def test_an_order_is_refused_once() -> None:
+    assert list(problems(changed("context", {"load_balance": False, "order": "striped"}))) == ["context.order"]
 
 
 def test_a_router_without_a_bias_cannot_be_skewed() -> None:

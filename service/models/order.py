@@ -47,8 +47,7 @@ def resolve_order(context: ContextConfig, *, cp: int, mode: Mode, has_engram: bo
     if context.order == "striped":
         if has_engram:
             raise ValueError(
-                "context.order is striped and the model has Engram layers, which read neighbouring tokens; "
-                "use auto or dual_chunk_swap, or set context.load_balance to false"
+                "context.order is striped and the model has Engram layers, which read neighbouring tokens; use auto or dual_chunk_swap"
             )
         return Order.STRIPED
     return Order.DUAL_CHUNK_SWAP

@@ -73,7 +73,7 @@ def test_order_is_natural_without_balance_or_without_ranks_to_balance() -> None:
 
 
 def test_striped_is_refused_for_engram() -> None:
-    with pytest.raises(ValueError, match=r"context.order is striped and the model has Engram layers.*use auto or dual_chunk_swap"):
+    with pytest.raises(ValueError, match=r"context.order is striped and the model has Engram layers.*use auto or dual_chunk_swap$"):
         resolve_order(ContextConfig(order="striped"), cp=2, mode="train", has_engram=True)
 
 
