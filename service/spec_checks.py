@@ -264,6 +264,22 @@ def _engram_padding(model: Any, mesh: Any) -> Iterator[Problem]:
         yield Problem("model.engram.base_sizes", list(engram.base_sizes), str(error), "smaller base sizes, or fewer shards")
 
 
+def _engram_ids(model: Any, train: Any, mesh: Any) -> Iterator[Problem]:
+    """The gradient of a table that is cut by columns numbers its rows and the ids of a data rank's tokens together (`engram_table`)."""
+    engram = model.engram
+    if engram is None or any(_table_rows(engram)) or num_row_shards(engram, mesh) is not None:
+        return
+    rows = max(num_table_rows(engram, layer) for layer in engram.layers)
+    ids = round(train.per_device_batch * mesh.num_devices) // mesh.data * train.seq_len * engram.num_heads * engram.num_orders
+    if rows + ids > INT32_MAX:
+        yield Problem(
+            "train.seq_len",
+            train.seq_len,
+            f"the {ids:,} row ids of the tokens of each data rank and the {rows:,} rows of an Engram table exceed int32 together",
+            "shorter sequences, a smaller per_device_batch, or more data ranks",
+        )
+
+
 def _order(context: Any) -> Iterator[Problem]:
     if not context.load_balance and context.order != "auto":
         yield Problem(
@@ -373,6 +389,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("model", "mesh"), check_sharding),
     (("model",), _engram),
     (("model", "mesh"), _engram_padding),
+    (("model", "train", "mesh"), _engram_ids),
     (("context",), _order),
     (("model", "context"), _engram_order),
     (("model", "train", "mesh", "context"), _engram_halo),

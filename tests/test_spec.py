@@ -86,6 +86,13 @@ WRONG: dict[str, tuple[str, Any, str, str, str]] = {
         "rows padded for 4 shards are 2,147,483,648",
         "fewer shards",
     ),
+    "int32 row ids of tokens": (
+        "train.seq_len",
+        2**24 - 2**14,
+        "train.seq_len",
+        "2,145,386,496 row ids of the tokens of each data rank and the 3,625,086 rows",
+        "more data ranks",
+    ),
     "one base per order": ("model.engram.base_sizes", [251], "model.engram", "max_ngram 3 needs 2", ""),
     "Engram layer outside": ("model.engram.layers", [1, 6], "model.engram.layers", "names layers [6] of 6", "0 to 5"),
     "dense layers without width": ("model.mlp_dim", None, "model.mlp_dim", "1 dense layers need a width", "positive"),

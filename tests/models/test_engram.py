@@ -154,6 +154,20 @@ def test_rows_and_ids_beyond_int32_together_are_refused() -> None:
         jax.eval_shape(jax.grad(lambda table, ids: jnp.sum(read_rows(table, ids, "rows", "float32"))), table, ids)
 
 
+def test_a_table_cut_by_columns_counts_the_ids_of_all_tokens_of_a_data_rank() -> None:
+    ids = jax.ShapeDtypeStruct((16, 2**20, 24), jnp.int32)
+    num_ids = 16 // 2 * 2**20 * 24
+
+    def gradient(rows: int) -> None:
+        table = jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16)
+        with jax.set_mesh(axes.make_mesh(MeshAxes(data=2, fsdp=2, context=2))):
+            jax.eval_shape(jax.grad(lambda table, ids: jnp.sum(read_rows(table, ids, "columns", "float32"))), table, ids)
+
+    gradient(2**31 - 1 - num_ids)
+    with pytest.raises(ValueError, match=f"table rows and {num_ids:,} ids exceed int32 together"):
+        gradient(2**31 - num_ids)
+
+
 # ShortConv
 
 
