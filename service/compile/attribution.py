@@ -33,6 +33,8 @@ _PIECEWISE_MOVES = frozenset({"async-done", "async-start", "concatenate", "custo
 """How the compiler brings an argument on chip piece by piece."""
 
 _ARGUMENT_SEARCH_LIMIT = 64
+_COPY_SEARCH_LIMIT = 512
+"""Hops: a gather that runs beside other fusions passes through each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +177,14 @@ class Attributor:
         return False
 
     def _is_parameter_copy(self, value: Value) -> bool:
-        """Whether the value is an entry parameter that was only cast, cut, copied or gathered."""
+        """Whether the value is an entry parameter that was only cast, cut, copied or gathered, in fusions or outside of them."""
         instruction, index = self._program.instructions[value[0]], value[1]
-        for _ in range(32):
+        fusions: list[Instruction] = []
+        for _ in range(_COPY_SEARCH_LIMIT):
             if instruction.opcode == "parameter":
+                if fusions:
+                    instruction, index = self._program.instructions[fusions.pop().operands[instruction.proto.parameter_number]], ()
+                    continue
                 if instruction.computation == self._program.entry:
                     return parse_argument(instruction.op_name).role == "parameters"
                 outer = self._program.unchanged_input(instruction, index)
@@ -192,10 +198,12 @@ class Attributor:
                 instruction, index = self._program.instructions[instruction.operands[index[0]]], index[1:]
                 continue
             elif instruction.opcode == "fusion":
-                if len(instruction.operands) != 1 or any(
-                    inner.opcode not in _MOVES | {"parameter"} for inner in self._search.fused(instruction)
-                ):
-                    return False
+                fusions.append(instruction)
+                instruction = self._program.root_of(instruction.called[0])
+                continue
+            elif instruction.opcode == "custom-call" and fusions and is_collective_result(self._program, (fusions[-1].id, ())):
+                # Half of a gather that runs beside other fusions: its first operand is what is gathered.
+                index = ()
             elif instruction.opcode not in _MOVES or instruction.opcode in ("while", "all-reduce", "reduce-scatter"):
                 return False
             if not instruction.operands:
