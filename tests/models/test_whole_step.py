@@ -133,6 +133,45 @@ def test_two_depths_of_mtp_beside_every_part_do_not_depend_on_the_order(
         np.testing.assert_array_equal(metrics.expert_load, expected.moe[run].expert_load)
 
 
+# Several steps, so that gradients, moments and the router's bias count
+
+
+def train(axes: MeshAxes, context: ContextConfig, num_steps: int) -> list[tuple[float, float]]:
+    """(loss, MTP loss) of each step from the same state and batches, whatever the axes and the order."""
+    step = config(EVERYTHING, axes, context=context)
+    mesh = make_mesh(axes, jax.devices()[: axes.num_devices])
+    program = build_train_program(step, "dropless", mesh)
+    with jax.set_mesh(mesh):
+        run = program.jitted().lower(program.abstract_state, program.abstract_batch).compile(UNOPTIMISED)
+    state = filled(program.abstract_state) | {"step": np.int32(0)}
+    state |= {name: jax.tree.map(np.zeros_like, state[name]) for name in ("mu", "nu", "router_bias")}
+    state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, program.abstract_state)
+    losses = []
+    for index in range(num_steps):
+        batch = synthetic_batch(
+            batch=B,
+            seq_len=S,
+            vocab_size=V,
+            max_documents=3,
+            cp=axes.context,
+            order=Program(step, "dropless", "cpu").order,
+            seed=7,
+            step=index,
+        )._asdict()
+        state, metrics = run(state, {name: jax.device_put(x, program.abstract_batch[name].sharding) for name, x in batch.items()})
+        losses.append((float(metrics["loss"]), float(metrics["mtp_loss"])))
+    return losses
+
+
+def test_training_does_not_depend_on_the_context_ranks_or_their_order() -> None:
+    """Load balance on two context ranks against none at all, with every part on and no kernel zero; natural order is as in real steps."""
+    # Two shards either way: the pads of the Engram table, and so the state that is filled in, are the same.
+    alone, balanced = train(MeshAxes(fsdp=2), BALANCED, 4), train(MeshAxes(context=2), BALANCED, 4)
+    assert len({loss for loss, _ in alone}) == 4
+    for step, (expected, found) in enumerate(zip(alone, balanced, strict=True)):
+        assert found == pytest.approx(expected, rel=1e-6), f"step {step}"
+
+
 # Candidate and dropless as whole steps
 
 
