@@ -207,14 +207,14 @@ class CollectiveTotals(Record):
 class HaloUse(Record):
     """One exchange of neighbouring tokens between context ranks, in one phase, beside its closed form."""
 
-    name: str = Field(description="engram_conv, mtp_shift or engram_ids")
+    name: str = Field(description="engram_conv, engram_segments, engram_ids, loss_shift or mtp_shift")
     phase: str | None
     static_count: int
     per_step_count: int | None
     payload_bytes: int | None = Field(description="measured, per step and device")
     wire_bytes: int | None = Field(description="measured, per step, the busiest device")
     total_wire_bytes: int | None = Field(description="measured, per step, over all devices: end ranks send one halo where others send two")
-    expected_payload_bytes: int | None = Field(description="closed form of what the forward pass sends; null where the spec has none")
+    expected_payload_bytes: int | None = Field(description="closed form of what the phase sends; null where the spec has none")
     verdict: str = Field(description="equal, or the reason why measured and closed form differ")
     gather_bytes: int | None = Field(description="what gathering the sequence instead would have yielded, per step and device")
 

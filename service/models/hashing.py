@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -86,18 +87,19 @@ class HashMapping:
             ValueError: documents are respected and `segment_ids` is None.
         """
         cp = axis_size("context")
-        ids = self._in_time(self.compress(tokens), cp, order)
         segments = None
-        if self.engram.respect_documents:
-            if segment_ids is None:
-                raise ValueError("respect_documents is true and no segment_ids are given; pass those of the batch")
-            segments = self._in_time(segment_ids, cp, order)
-        windows = [self._earlier(ids, segments, distance) for distance in range(self.engram.max_ngram)]
-        rows = {}
-        for layer in self.engram.layers:
-            in_time = constrain(self._hash(windows, layer), "batch", None, None)
-            rows[layer] = constrain(to_array_order(in_time, cp=cp, order=order), "batch", "seq", None)
-        return rows
+        with jax.named_scope("hash"):
+            ids = self._in_time(self.compress(tokens), cp, order)
+            if self.engram.respect_documents:
+                if segment_ids is None:
+                    raise ValueError("respect_documents is true and no segment_ids are given; pass those of the batch")
+                segments = self._in_time(segment_ids, cp, order)
+            windows = [self._earlier(ids, segments, distance) for distance in range(self.engram.max_ngram)]
+            rows = {}
+            for layer in self.engram.layers:
+                in_time = constrain(self._hash(windows, layer), "batch", None, None)
+                rows[layer] = constrain(to_array_order(in_time, cp=cp, order=order), "batch", "seq", None)
+            return rows
 
     def _in_time(self, x: Int32[Array, "batch seq"], cp: int, order: Order) -> Int32[Array, "batch seq"]:
         """The whole sequence on every context rank, in time."""
