@@ -1,21 +1,26 @@
-"""What a person would want to be told about a program: each finding names the buffer or module, the bytes and the spec's field to change.
+"""What a person would want to be told about a program: each finding names buffer, module, bytes and the spec's field to change.
 
 Every finding rests on something the compiler wrote. None is an error: a program with findings runs. tests/compile/test_findings.py has for
 each a program that raises it and one that does not.
+
+Where there is no such thing, null stands for it. No field of the spec mends `padding` (a shape of the model's code) or `unattributed` (code
+outside named scopes); the suggestion then says what else to do. `involuntary_rematerialisation` has module and bytes where its warning
+names a scope and the pieces.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from service.compile.attribution import UNATTRIBUTED
 from service.compile.buffers import AttributedBuffer, BufferBook
 from service.compile.collective_report import per_step, total
 from service.compile.collectives import CollectiveInstance
 from service.compile.halo import local_batch
 from service.compile.hlo import Program
 from service.compile.memory import MemoryDump
+from service.compile.resharding import find_reshardings
 from service.models.config import StepConfig
 from service.records import STATE_CLASSES, Finding, HaloUse
 from service.units import format_bytes
@@ -29,10 +34,6 @@ _PADDING_SHARE = 0.001
 _DOMINANT_SHARE = 0.2
 _UNATTRIBUTED_SHARE = 0.03
 _MAX_PER_KIND = 8
-
-_INVOLUNTARY = re.compile(r"[Ii]nvoluntary full rematerialization\.(?P<text>[^\n]*)")
-_OPERATION = re.compile(r"HLO operation:?\s*%?(?P<name>[\w.\-]+)\s*=\s*(?P<shape>\S+)")
-_OP_NAME = re.compile(r'op_name="(?P<op_name>[^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,12 @@ def _offload_ignored(evidence: Evidence) -> Iterator[Finding]:
         return
     names = ", ".join(config.train.remat.offload)
     saved = evidence.classes.get("saved_activations", 0)
+    largest = next((buffer for buffer in evidence.at_peak if buffer.what.buffer_class == "saved_activations"), None)
     yield Finding(
         kind="offload_ignored",
         message=f"{names} are to be offloaded and the program keeps nothing in host memory; {format_bytes(saved)} are saved on the device",
+        module=largest.what.module if largest else None,
+        buffer=evidence.book.record(largest).name if largest else None,
         bytes=saved,
         spec_field="train.remat.offload",
         suggestion="name tensors that a layer computes and its policy would keep; with policy none nothing is offloaded",
@@ -141,20 +145,15 @@ def _replicated_arguments(evidence: Evidence) -> Iterator[Finding]:
 
 def _involuntary_rematerialisation(evidence: Evidence) -> Iterator[Finding]:
     """The partitioner's own warning that it gathers a tensor whole to change its sharding."""
-    seen: set[str] = set()
-    for match in _INVOLUNTARY.finditer(evidence.compiler_log):
-        text = match["text"]
-        operation, scope = _OPERATION.search(text), _OP_NAME.search(text)
-        name = operation["name"] if operation else None
-        if (name or text) in seen or len(seen) >= _MAX_PER_KIND:
-            continue
-        seen.add(name or text)
-        where = scope["op_name"] if scope else "an operation the compiler does not name"
+    for resharding in find_reshardings(evidence.compiler_log)[:_MAX_PER_KIND]:
+        pieces = "a tensor" if resharding.piece is None else f"the pieces {resharding.piece} of a tensor"
+        where = resharding.op_name or "a place it does not name"
         yield Finding(
             kind="involuntary_rematerialisation",
-            message=f"the compiler gathers {operation['shape'] if operation else 'a tensor'} whole to change its sharding, at {where}",
-            buffer=name,
-            module=None,
+            message=f"the compiler gathers {pieces} on every device to change its sharding, at {where}",
+            module=resharding.module,
+            buffer=resharding.operation,
+            bytes=resharding.gathered_bytes,
             spec_field="mesh",
             suggestion="make the shardings before and after it agree, or choose axes whose sizes divide each other",
         )
@@ -227,7 +226,8 @@ def _padding(evidence: Evidence) -> Iterator[Finding]:
             buffer=record.name,
             bytes=waste,
             spec_field=None,
-            suggestion="put a dim of at least 128 last: a tile is 8 rows of 128 in float32, 16 of 128 in bfloat16",
+            suggestion="no field alone mends it: have the model put a dim of at least 128 last; "
+            "a tile is 8 rows of 128 in float32, 16 of 128 in bfloat16",
         )
 
 
@@ -253,7 +253,7 @@ def _context_parallelism_unused(evidence: Evidence) -> Iterator[Finding]:
         kind="context_parallelism_unused",
         message=f"{len(buffers)} activations hold all {config.train.seq_len} tokens on each of {config.axes.context} context ranks",
         module=buffers[0].what.module,
-        buffer=buffers[0].what.op_name or None,
+        buffer=evidence.book.record(buffers[0]).name,
         bytes=size,
         spec_field="mesh.context",
         suggestion="pin the sequence dim to context where they are made, or set context to 1 and give its devices to fsdp",
@@ -279,11 +279,16 @@ def _moe_buffers_dominate(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _unattributed(evidence: Evidence) -> Iterator[Finding]:
+    """More bytes without a module than can be left aside, and the largest buffer of them."""
     if evidence.unattributed_bytes <= _UNATTRIBUTED_SHARE * evidence.memory.peak_bytes:
         return
+    largest = next(buffer for buffer in evidence.at_peak if buffer.what.module == UNATTRIBUTED)
     yield Finding(
         kind="unattributed",
         message=f"{evidence.unattributed_bytes / evidence.memory.peak_bytes:.1%} of the peak belongs to no named scope",
+        module=UNATTRIBUTED,
+        buffer=evidence.book.record(largest).name,
         bytes=evidence.unattributed_bytes,
-        suggestion="put the code that makes it under jax.named_scope",
+        spec_field=None,
+        suggestion="no field of the spec names it: put the code that makes it under jax.named_scope",
     )

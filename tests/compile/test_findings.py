@@ -53,7 +53,7 @@ CASES = [
     # Rows of 4 float32 take 128 lanes each.
     ("padding", "rows_of_4", "rows_of_128", 2**24 // 4 // 8 * (128 - 4) * 4, None, "streams"),
     ("moe_buffers_dominate", "dispatch", "layers_cut", None, "moe.ragged_buffer_factor", "moe/dispatch"),
-    ("unattributed", "nameless", "layers_cut", None, None, None),
+    ("unattributed", "nameless", "layers_cut", None, None, "unattributed"),
 ]
 
 
@@ -65,6 +65,7 @@ def test_finding_is_raised_by_its_program_and_by_no_other_of_the_pair(
     found = findings_of(compile_on_tpu, raising, context(config()))[kind]
     assert (found.spec_field, found.module) == (field, module)
     assert found.bytes
+    assert found.buffer
     if size is not None:
         assert found.bytes == size
     assert found.suggestion
@@ -84,6 +85,8 @@ def test_offload_that_keeps_nothing_on_the_host_is_found(compile_on_tpu: Compile
     assert found.spec_field == "train.remat.offload"
     # Half of each of four layers' sequence is kept on each of two ranks.
     assert found.bytes == 4 * LOCAL_SEQUENCE // 2
+    assert found.module == "layers"
+    assert found.buffer
     assert "offload_ignored" not in findings_of(compile_on_tpu, "offload_to_host", offloading)
     assert "offload_ignored" not in findings_of(compile_on_tpu, "layers_cut", context(config()))
 
@@ -99,7 +102,7 @@ LOG = (
 @pytest.mark.tpu
 def test_warning_of_the_partitioner_is_a_finding_with_its_operation(compile_on_tpu: CompileOnTpu) -> None:
     found = findings_of(compile_on_tpu, "layers_cut", context(config(), compiler_log=LOG + LOG))["involuntary_rematerialisation"]
-    assert found.buffer == "reshape.7"
+    assert (found.buffer, found.module, found.bytes, found.spec_field) == ("reshape.7", "layers/mla", 2 * 24 * 4096 * 4, "mesh")
     assert "f32[24,4096]" in found.message
     assert "jit(step)/jvp(layers)/mla/reshape" in found.message
     assert "involuntary_rematerialisation" not in findings_of(compile_on_tpu, "layers_cut", context(config()))
@@ -116,7 +119,10 @@ def test_the_warning_is_read_from_the_log_of_a_real_compile(tmp_path: Path) -> N
         log = warnings_log(work_dir)
         given = context(config(), compiler_log=log.read_text() if log.exists() else "")
         kinds[name] = {finding.kind: finding for finding in analyse(read(dump), context=given).fields["findings"]}
-    assert "jit(step)/mla/sharding_constraint" in kinds["resharded"]["involuntary_rematerialisation"].message
+    found = kinds["resharded"]["involuntary_rematerialisation"]
+    assert "jit(step)/mla/sharding_constraint" in found.message
+    # Six rows in four pieces of two: the gather has eight.
+    assert (found.module, found.bytes) == ("mla", 8 * 10 * 512 * 4)
     assert "involuntary_rematerialisation" not in kinds["sharded_alike"]
 
 
