@@ -4,12 +4,13 @@ Every finding rests on something the compiler wrote. None is an error: a program
 each a program that raises it and one that does not.
 
 Where there is no such thing, null stands for it. No field of the spec mends `padding` (a shape of the model's code) or `unattributed` (code
-outside named scopes); the suggestion then says what else to do. `involuntary_rematerialisation` has module and bytes where its warning
-names a scope and the pieces.
+outside named scopes); the suggestion then says what else to do. `moe_factor_without_effect` is about no buffer, and the compiler does not
+say what it costs. `involuntary_rematerialisation` has module and bytes where its warning names a scope and the pieces.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from service.compile.halo import local_batch
 from service.compile.hlo import Program
 from service.compile.memory import MemoryDump
 from service.compile.resharding import find_reshardings
-from service.models.config import StepConfig
+from service.models.config import ModelConfig, StepConfig
 from service.records import STATE_CLASSES, Finding, HaloUse
 from service.units import format_bytes
 
@@ -34,6 +35,8 @@ _PADDING_SHARE = 0.001
 _DOMINANT_SHARE = 0.2
 _UNATTRIBUTED_SHARE = 0.03
 _MAX_PER_KIND = 8
+_HOLD_OTHER_TOKENS = frozenset({"mla", "dispatch", "experts", "combine"})
+"""Scopes that have more than a rank's own tokens: attention needs everyone's keys and values, and experts get assignments from anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,10 @@ def _offload_ignored(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _replicated_arguments(evidence: Evidence) -> Iterator[Finding]:
-    """Large state that every device of some axis holds whole. Over `data` that is what data parallelism means."""
+    """Large state that every device of some axis holds whole. Over `data` that is what data parallelism means.
+
+    The module may call its axes otherwise than the mesh does; over which axes such state is cut is unknown, and nothing is said of it.
+    """
     notable = _notable(evidence)
     count = 0
     for buffer in evidence.at_peak:
@@ -126,9 +132,9 @@ def _replicated_arguments(evidence: Evidence) -> Iterator[Finding]:
         if parameter is None or buffer.life.size < notable or buffer.what.buffer_class not in STATE_CLASSES:
             continue
         axes = evidence.program.sharded_axes(parameter[0])
-        if axes is None:
+        if axes is None or not set(axes) <= set(evidence.mesh_axes):
             continue
-        unused = [axis for axis, size in evidence.mesh_axes.items() if size > 1 and axis not in (*axes, "data", "tensor")]
+        unused = [axis for axis, size in evidence.mesh_axes.items() if size > 1 and axis not in (*axes, "data")]
         if unused and count < _MAX_PER_KIND:
             count += 1
             copies = " × ".join(f"{axis} {evidence.mesh_axes[axis]}" for axis in unused)
@@ -160,24 +166,30 @@ def _involuntary_rematerialisation(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _halo_gathered(evidence: Evidence) -> Iterator[Finding]:
-    """Activations gathered over the context ranks where a halo exchange would do."""
-    if evidence.config is None or evidence.config.axes.context == 1 or evidence.config.model.engram is None:
+    """The convolution's activations gathered over the context ranks where a halo exchange would do, or the exchange gone.
+
+    Only what lies under the convolution's own scope counts: a table's gradient and a gathered weight can have the sequence's shape.
+    """
+    config = evidence.config
+    if config is None or config.axes.context == 1 or config.model.engram is None:
         return
     gathers = [
         instance
         for instance in evidence.collectives
         if instance.kind in ("all-gather", "all-to-all")
-        and instance.reach.axes == ("context",)
-        and instance.module.startswith("engram")
-        and _holds_sequence(instance, evidence.config)
+        and "context" in (instance.reach.axes or ())
+        and "short_conv" in instance.module.split("/")
+        and _holds_sequence(instance, config)
     ]
     missing = [use for use in evidence.halo if use.name == "engram_conv" and use.static_count == 0]
     if not gathers and not missing:
         return
     payload = total(per_step(instance)[1] for instance in gathers)
+    gathered = "the convolution's neighbours are fetched by gathering the sequence over context ranks, not by a halo exchange"
+    absent = "the convolution's halo exchange is not in the program; look for a gather of the sequence among the collectives"
     yield Finding(
         kind="halo_gathered",
-        message="the convolution's neighbours are fetched by gathering the sequence over context ranks, not by a halo exchange",
+        message=gathered if gathers else absent,
         module=gathers[0].module if gathers else "engram/short_conv",
         buffer=gathers[0].name if gathers else None,
         bytes=payload or None,
@@ -187,23 +199,10 @@ def _halo_gathered(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _holds_sequence(instance: CollectiveInstance, config: StepConfig) -> bool:
-    """Whether a collective moves floating-point activations that lie [batch, sequence shard, …, channels] on each device."""
-    local = [local_batch(config), config.train.seq_len // config.axes.context]
+    """Whether a collective is given at least as much as one device's activations; by size, since the compiler turns their dims about."""
+    local_elements = local_batch(config) * config.train.seq_len // config.axes.context * config.model.dim
     is_float = any(dtype.startswith(("bf", "f")) for dtype in instance.dtypes)
-    channels = config.model.dim
-    return is_float and any(_begins(shape, local) and shape[-1] >= channels for shape in instance.shapes if shape)
-
-
-def _begins(shape: Sequence[int], run: list[int]) -> bool:
-    """Whether a shape begins with these dims; a dim of 1 counts on neither side."""
-    wanted = [dim for dim in run if dim != 1]
-    return [dim for dim in shape if dim != 1][: len(wanted)] == wanted
-
-
-def _has_run(shape: Sequence[int], run: list[int]) -> bool:
-    dims = [dim for dim in shape if dim != 1]
-    wanted = [dim for dim in run if dim != 1]
-    return any(dims[at : at + len(wanted)] == wanted for at in range(len(dims) - len(wanted) + 1))
+    return is_float and any(math.prod(shape) >= local_elements for shape in instance.shapes)
 
 
 def _padding(evidence: Evidence) -> Iterator[Finding]:
@@ -236,15 +235,13 @@ def _context_parallelism_unused(evidence: Evidence) -> Iterator[Finding]:
     config = evidence.config
     if config is None or config.axes.context == 1:
         return
-    whole = [local_batch(config), config.train.seq_len]
     kept = ("saved_activations", "rematerialised", "temporaries")
     buffers = [
         buffer
         for buffer in evidence.at_peak
-        # Attention needs keys and values of the whole sequence on every rank.
         if buffer.what.buffer_class in kept
-        and "mla" not in buffer.what.module.split("/")
-        and _has_run(evidence.book.record(buffer).shape, whole)
+        and not _HOLD_OTHER_TOKENS.intersection(buffer.what.module.split("/"))
+        and holds_whole_sequence(evidence.book.record(buffer).shape, config)
     ]
     size = sum(buffer.life.size for buffer in buffers)
     if size < _notable(evidence):
@@ -258,6 +255,38 @@ def _context_parallelism_unused(evidence: Evidence) -> Iterator[Finding]:
         spec_field="mesh.context",
         suggestion="pin the sequence dim to context where they are made, or set context to 1 and give its devices to fsdp",
     )
+
+
+def holds_whole_sequence(shape: Sequence[int], config: StepConfig) -> bool:
+    """Whether an array has a device's sequences whole: dims [batch, seq_len] side by side, as the model lays them, and something per token.
+
+    Dims of 1 count: without them a batch of one sequence would be found in every dim of that length. And where one sequence is as long as
+    the model is wide somewhere, one layer's weight looks like it; both dims must be there then.
+    """
+    batch, seq_len = local_batch(config), config.train.seq_len
+    starts = [at for at in range(len(shape) - 1) if tuple(shape[at : at + 2]) == (batch, seq_len)]
+    if not any(math.prod(shape[at + 2 :]) > 1 for at in starts):
+        return False
+    return batch > 1 or seq_len not in _widths(config.model) or list(shape).count(seq_len) > 1
+
+
+def _widths(model: ModelConfig) -> set[int]:
+    """Every size in a model's configuration, and the products that its weights outside attention have as a dim."""
+    sizes = _integers(model.model_dump(exclude={"yarn"})) | {model.mhc.num_streams * model.dim}
+    if model.experts is not None:
+        sizes.add(model.experts.num_shared_experts * model.experts.expert_dim)
+    if model.engram is not None:
+        sizes.add(model.engram.embedding_dim)
+    return sizes
+
+
+def _integers(value: object) -> set[int]:
+    """Every integer in nested plain data."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return {size for part in value for size in _integers(part)}
+    return {value} if isinstance(value, int) else set()
 
 
 def _moe_buffers_dominate(evidence: Evidence) -> Iterator[Finding]:

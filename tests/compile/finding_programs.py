@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 GLOBAL_BATCH, SEQ_LEN, STREAMS, DIM, HALO = 12, 4096, 4, 1024, 9
@@ -13,7 +13,7 @@ def make_programs(mesh: Any) -> dict[str, Callable[[], Any]]:
     """Name to a function that lowers the program on `mesh`, whose axes are fsdp, expert and context."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding
+    from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     batch_axes = ("fsdp", "expert")
@@ -45,7 +45,18 @@ def make_programs(mesh: Any) -> dict[str, Callable[[], Any]]:
         after = jax.lax.ppermute(x[:, -HALO:], "context", [(1, 0)])
         return x.at[:, :HALO].add(before).at[:, half : half + HALO].add(after)
 
-    def layers(sequence_axis: str | None) -> Callable[[], Any]:
+    def beside_table() -> Any:
+        """The convolution by permutes, and a gather of the same shape that is none of its: as a table's gradient makes it."""
+
+        def exchange(x: Any) -> Any:
+            with jax.named_scope("engram"):
+                with jax.named_scope("short_conv"):
+                    x = by_permutes(x)
+                return x + jnp.sum(jax.lax.all_gather(x, "context"), axis=0)
+
+        return jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=activations, out_specs=activations, check_vma=False)).lower(hidden)
+
+    def layers(sequence_axis: str | None, *, batch: int = GLOBAL_BATCH, dim: int = DIM) -> Callable[[], Any]:
         """Gradients of four layers whose kept activations lie over `sequence_axis`."""
         pinned = NamedSharding(mesh, P(batch_axes, sequence_axis, None))
 
@@ -57,18 +68,21 @@ def make_programs(mesh: Any) -> dict[str, Callable[[], Any]]:
             with jax.named_scope("layers"):
                 return jnp.sum(jax.lax.scan(layer, jax.lax.with_sharding_constraint(x, pinned), w)[0].astype(jnp.float32))
 
-        x = array((GLOBAL_BATCH, SEQ_LEN, DIM), jnp.bfloat16, batch_axes, "context", None)
-        return lambda: jax.jit(jax.grad(loss)).lower(array((4, DIM, DIM), jnp.bfloat16), x)
+        x = array((batch, SEQ_LEN, dim), jnp.bfloat16, batch_axes, "context", None)
+        return lambda: jax.jit(jax.grad(loss)).lower(array((4, dim, dim), jnp.bfloat16), x)
 
-    def update(*spec: Any, dtype: Any = jnp.float32) -> Callable[[], Any]:
-        """One donated weight, laid out by `spec`, whose new value has another dtype unless told otherwise."""
+    def update(*spec: Any, dtype: Any = jnp.float32, names: Sequence[str] = mesh.axis_names) -> Callable[[], Any]:
+        """One donated weight, laid out by `spec` over a mesh whose axes are called `names`, and its new value in `dtype`."""
+        renamed = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
 
         def step(state: Any, batch: Any) -> Any:
             with jax.named_scope("optimizer"):
                 return {"params": {"w": (state["params"]["w"] - 1e-3 * jnp.sum(batch["x"])).astype(dtype)}}
 
-        state = {"params": {"w": array((8192, 2048), jnp.float32, *spec)}}
-        return lambda: jax.jit(step, donate_argnums=0).lower(state, {"x": array((64,), jnp.float32)})
+        def of(shape: tuple[int, ...], *spec: Any) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(renamed, P(*spec)))
+
+        return lambda: jax.jit(step, donate_argnums=0).lower({"params": {"w": of((8192, 2048), *spec)}}, {"x": of((64,))})
 
     def rows_of(width: int) -> Callable[[], Any]:
         """An argument whose narrow dim lies minor-most, as it does in the layout that checkpoints and hosts use."""
@@ -115,10 +129,17 @@ def make_programs(mesh: Any) -> dict[str, Callable[[], Any]]:
         "sharded_alike": resharded(batch_axes),
         "halo_by_gather": neighbours(by_gather),
         "halo_by_permutes": neighbours(by_permutes),
+        "halo_beside_table": beside_table,
         "layers_whole": layers(None),
         "layers_cut": layers("context"),
+        # One sequence a device, as long as the model is wide.
+        "square_layers_whole": layers(None, batch=4, dim=SEQ_LEN),
+        "square_layers_cut": layers("context", batch=4, dim=SEQ_LEN),
         "state_replicated": update(),
         "state_cut": update(everywhere),
+        "state_whole_over_tensor": update(("fsdp", "expert"), names=("fsdp", "expert", "tensor")),
+        "state_cut_over_tensor": update(("fsdp", "expert", "tensor"), names=("fsdp", "expert", "tensor")),
+        "state_cut_by_other_names": update(("axis_0", "axis_1", "axis_2"), names=("axis_0", "axis_1", "axis_2")),
         "state_of_another_dtype": update(everywhere, dtype=jnp.bfloat16),
         "rows_of_4": rows_of(4),
         "rows_of_128": rows_of(128),
@@ -130,10 +151,16 @@ def make_programs(mesh: Any) -> dict[str, Callable[[], Any]]:
 NAMES = (
     "halo_by_gather",
     "halo_by_permutes",
+    "halo_beside_table",
     "layers_whole",
     "layers_cut",
+    "square_layers_whole",
+    "square_layers_cut",
     "state_replicated",
     "state_cut",
+    "state_whole_over_tensor",
+    "state_cut_over_tensor",
+    "state_cut_by_other_names",
     "state_of_another_dtype",
     "rows_of_4",
     "rows_of_128",

@@ -9,6 +9,7 @@ import pytest
 
 from service.compile.analyse import AnalysisContext, analyse, read
 from service.compile.environment import warnings_log
+from service.compile.findings import holds_whole_sequence
 from service.models.config import MeshAxes, MhcConfig, MoeConfig, MtpConfig, RematConfig, StepConfig, TrainConfig, tiny
 from service.records import Finding
 from tests.compile.conftest import CompileOnTpu, compile_programs
@@ -17,16 +18,18 @@ from tests.compile.finding_programs import DIM, GLOBAL_BATCH, HALO, SEQ_LEN, STR
 TOPOLOGY = "v5e:2x4"
 
 
-def config(remat: RematConfig | None = None) -> StepConfig:
-    """A configuration whose sizes are those of the programs."""
+def config(
+    remat: RematConfig | None = None, *, batch: int = GLOBAL_BATCH, dim: int = DIM, expert: int = 2, moe: MoeConfig | None = None
+) -> StepConfig:
+    """A configuration whose sizes are those of the programs; with one expert rank, fsdp has its devices."""
     model = tiny()
     assert model.engram is not None
     engram = model.engram.model_copy(update={"layers": (1,)})
     assert engram.halo == HALO
-    model = model.model_copy(update={"dim": DIM, "mhc": MhcConfig(num_streams=STREAMS), "mtp": MtpConfig(), "engram": engram})
-    axes = MeshAxes(fsdp=2, expert=2, context=2)
-    train = TrainConfig(seq_len=SEQ_LEN, per_device_batch=GLOBAL_BATCH / axes.num_devices, remat=remat or RematConfig())
-    return StepConfig(model=model, train=train, axes=axes, moe=MoeConfig())
+    model = model.model_copy(update={"dim": dim, "mhc": MhcConfig(num_streams=STREAMS), "mtp": MtpConfig(), "engram": engram})
+    axes = MeshAxes(fsdp=4 // expert, expert=expert, context=2)
+    train = TrainConfig(seq_len=SEQ_LEN, per_device_batch=batch / axes.num_devices, remat=remat or RematConfig())
+    return StepConfig(model=model, train=train, axes=axes, moe=moe or MoeConfig())
 
 
 def context(step_config: StepConfig | None = None, **fields: object) -> AnalysisContext:
@@ -124,6 +127,62 @@ def test_the_warning_is_read_from_the_log_of_a_real_compile(tmp_path: Path) -> N
     # Six rows in four pieces of two: the gather has eight.
     assert (found.module, found.bytes) == ("mla", 8 * 10 * 512 * 4)
     assert "involuntary_rematerialisation" not in kinds["sharded_alike"]
+
+
+@pytest.mark.tpu
+def test_gather_of_the_sequences_shape_outside_the_convolution_is_no_halo(compile_on_tpu: CompileOnTpu) -> None:
+    fields = analyse(read(compile_on_tpu(TOPOLOGY, "halo_beside_table").dump), context=context(config())).fields
+    assert ("all-gather", "engram") in {(collective.kind, collective.module) for collective in fields["collectives"]}
+    assert "halo_gathered" not in {finding.kind for finding in fields["findings"]}
+
+
+@pytest.mark.tpu
+def test_halo_that_is_nowhere_is_found_without_a_buffer_to_name(compile_on_tpu: CompileOnTpu) -> None:
+    found = findings_of(compile_on_tpu, "layers_cut", context(config()))["halo_gathered"]
+    assert (found.module, found.buffer, found.bytes) == ("engram/short_conv", None, None)
+    assert "is not in the program" in found.message
+
+
+@pytest.mark.tpu
+def test_one_sequence_as_long_as_the_model_is_wide_is_whole_only_where_it_is(compile_on_tpu: CompileOnTpu) -> None:
+    square = context(config(batch=4, dim=SEQ_LEN))
+    found = findings_of(compile_on_tpu, "square_layers_whole", square)["context_parallelism_unused"]
+    assert found.bytes == 2 * 4 * SEQ_LEN * SEQ_LEN * 2
+    assert "context_parallelism_unused" not in findings_of(compile_on_tpu, "square_layers_cut", square)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "is_whole"),
+    [
+        (1, (4, 1, 4096, 4096), True),
+        (1, (4, 1, 2048, 4096), False),
+        # One stream: the width stands behind a dim of 1 as a sequence does behind its batch.
+        (1, (1, 2048, 1, 4096), False),
+        # As many streams as sequences.
+        (4, (4, 2048, 4, 4096), False),
+        (4, (4, 4096, 4, 4096), True),
+        (4, (4, 4096, 7), True),
+        # A weight of one layer.
+        (1, (1, 4096, 7), False),
+        # Ids, which are no activations.
+        (4, (4, 4096), False),
+    ],
+)
+def test_sequence_is_told_from_the_widths_that_equal_it(batch: int, shape: tuple[int, ...], is_whole: bool) -> None:
+    assert holds_whole_sequence(shape, config(batch=4 * batch, dim=SEQ_LEN)) is is_whole
+
+
+@pytest.mark.tpu
+def test_state_that_tensor_ranks_hold_whole_is_found(compile_on_tpu: CompileOnTpu) -> None:
+    tensor = context(mesh_axes={"fsdp": 2, "expert": 2, "tensor": 2})
+    found = findings_of(compile_on_tpu, "state_whole_over_tensor", tensor)["large_replicated_buffer"]
+    assert (found.spec_field, found.bytes) == ("mesh.tensor", 8192 * 2048 * 4 // 4)
+    assert "large_replicated_buffer" not in findings_of(compile_on_tpu, "state_cut_over_tensor", tensor)
+
+
+@pytest.mark.tpu
+def test_state_cut_over_axes_of_other_names_is_not_called_replicated(compile_on_tpu: CompileOnTpu) -> None:
+    assert "large_replicated_buffer" not in findings_of(compile_on_tpu, "state_cut_by_other_names", context(config()))
 
 
 @pytest.mark.tpu
