@@ -21,7 +21,7 @@ from service.compile.memory import MemoryDump, replay
 from service.compile.scope_search import ScopeSearch
 from service.compile.timeline import build_timeline, outstanding_maxima
 from service.errors import AnalysisError
-from service.models.config import StepConfig
+from service.models.config import ProgramName, StepConfig
 from service.records import Peak
 
 _LARGEST_PER_PEAK = 5
@@ -40,10 +40,9 @@ class AnalysisContext:
     devices_per_chip: int = 1
     step_config: StepConfig | None = None
     """None for a captured program: no closed forms, and no spec fields in findings."""
-    program: str = "candidate"
+    program: ProgramName = "candidate"
     state_donated: bool = True
     """Whether the step was asked to reuse its state's memory."""
-    capacity_bytes: int | None = None
     compiler_log: str = ""
 
 
@@ -132,6 +131,7 @@ def _analyse(reading: Reading, context: AnalysisContext) -> Analysis:
             halo=halo,
             mesh_axes=context.mesh_axes,
             config=context.step_config,
+            step_program=context.program,
             state_donated=context.state_donated,
             compiler_log=context.compiler_log,
         )

@@ -140,7 +140,6 @@ class Weighing:
             step_config=program.step_config,
             program=self._request.program,
             state_donated=built.state_donated,
-            capacity_bytes=None,
             compiler_log="",
         )
         return compilation, capacity, context
@@ -171,7 +170,7 @@ class Weighing:
         is_awaited = compilation.is_assigned and (self._request.depth == "full" or is_code_decisive)
         if not is_awaited:
             yield_cores()
-        analysis = analyse(reading, context=replace(context, capacity_bytes=known_capacity, compiler_log=self._read_log()))
+        analysis = analyse(reading, context=replace(context, compiler_log=self._read_log()))
         # Last, so that it costs no waiting: by now the compiler has written it.
         copy = compilation.wait_for_copy(path, module_size(dump))
         if copy is not None:

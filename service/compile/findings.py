@@ -22,7 +22,7 @@ from service.compile.halo import local_batch
 from service.compile.hlo import Program
 from service.compile.memory import MemoryDump
 from service.compile.resharding import find_reshardings
-from service.models.config import ModelConfig, StepConfig
+from service.models.config import ModelConfig, ProgramName, StepConfig
 from service.records import STATE_CLASSES, Finding, HaloUse
 from service.units import format_bytes
 
@@ -53,6 +53,8 @@ class Evidence:
     halo: Sequence[HaloUse]
     mesh_axes: Mapping[str, int]
     config: StepConfig | None
+    step_program: ProgramName
+    """Which of the spec's programs this is: it decides which of its fields have a say."""
     state_donated: bool
     compiler_log: str
 
@@ -68,6 +70,7 @@ def find_findings(evidence: Evidence) -> tuple[Finding, ...]:
         _padding,
         _context_parallelism_unused,
         _moe_buffers_dominate,
+        _moe_factor_without_effect,
         _unattributed,
     )
     found = [finding for rule in rules for finding in rule(evidence)]
@@ -290,20 +293,53 @@ def _integers(value: object) -> set[int]:
 
 
 def _moe_buffers_dominate(evidence: Evidence) -> Iterator[Finding]:
-    """Worst-case receive buffers that are a large part of the peak."""
+    """Receive buffers of experts that are a large part of the peak, and the field that this program reads for their size."""
     size = evidence.classes.get("moe_dispatch", 0)
     if size < _DOMINANT_SHARE * evidence.memory.peak_bytes:
         return
     largest = next(buffer for buffer in evidence.at_peak if buffer.what.buffer_class == "moe_dispatch")
-    is_worst_case = evidence.config is not None and evidence.config.moe.ragged_buffer_factor == -1
+    field, suggestion = _receive_buffer_field(evidence)
     yield Finding(
         kind="moe_buffers_dominate",
         message=f"buffers for tokens sent between experts are {size / evidence.memory.peak_bytes:.0%} of the peak",
         module=largest.what.module,
         buffer=evidence.book.record(largest).name,
         bytes=size,
-        spec_field="moe.ragged_buffer_factor" if is_worst_case else "moe.dropless.token_chunks",
-        suggestion="use a factor with retry_when_tokens_dropped instead of the worst case, or more token chunks",
+        spec_field=field,
+        suggestion=suggestion,
+    )
+
+
+def _receive_buffer_field(evidence: Evidence) -> tuple[str | None, str]:
+    """(spec field, what to do) to make receive buffers smaller; no field where no configuration is behind the program."""
+    if evidence.config is None:
+        return None, "send fewer tokens at a time"
+    if evidence.step_program == "dropless":
+        return "moe.dropless.token_chunks", "use more token chunks: the buffers of one stand at a time"
+    if evidence.config.axes.expert == 1:
+        return "train.per_device_batch", "with one expert rank the buffers are the device's own assignments: give it fewer tokens"
+    if evidence.config.moe.ragged_buffer_factor == -1:
+        return "moe.ragged_buffer_factor", "use a factor with retry_when_tokens_dropped instead of the worst case"
+    return "moe.ragged_buffer_factor", "use a smaller factor, with retry_when_tokens_dropped"
+
+
+def _moe_factor_without_effect(evidence: Evidence) -> Iterator[Finding]:
+    """A receive-buffer factor where nothing is sent between experts: one rank holds all of its assignments, whatever the factor."""
+    config = evidence.config
+    if config is None or evidence.step_program != "candidate" or config.axes.expert > 1:
+        return
+    has_experts = config.model.experts is not None and config.model.num_moe_layers > 0
+    if not has_experts or config.moe.ragged_buffer_factor == -1:
+        return
+    if any(instance.kind == "ragged-all-to-all" for instance in evidence.collectives):
+        return
+    retry = ", and the retry's second program and undonated state serve nothing" if config.moe.retry_when_tokens_dropped else ""
+    yield Finding(
+        kind="moe_factor_without_effect",
+        message=f"a factor of {config.moe.ragged_buffer_factor:g} changes nothing: one expert rank sends no token and drops none{retry}",
+        module="moe_layers/moe",
+        spec_field="moe.ragged_buffer_factor",
+        suggestion="set mesh.expert above 1, or leave the factor at -1 and retry_when_tokens_dropped false",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import service.models
 from service.records import Toolchain
 
-EXTRACTOR_VERSION = "1"
+EXTRACTOR_VERSION = "2"
 """Version of the code that turns the compiler's dump into a report (service/compile). Raise it whenever a number in a report could change
 for the same program: it is part of the toolchain, so that such a change is never taken for a change of the program."""
 

@@ -10,7 +10,7 @@ import pytest
 from service.compile.analyse import AnalysisContext, analyse, read
 from service.compile.environment import warnings_log
 from service.compile.findings import holds_whole_sequence
-from service.models.config import MeshAxes, MhcConfig, MoeConfig, MtpConfig, RematConfig, StepConfig, TrainConfig, tiny
+from service.models.config import MeshAxes, MhcConfig, MoeConfig, MtpConfig, ProgramName, RematConfig, StepConfig, TrainConfig, tiny
 from service.records import Finding
 from tests.compile.conftest import CompileOnTpu, compile_programs
 from tests.compile.finding_programs import DIM, GLOBAL_BATCH, HALO, SEQ_LEN, STREAMS
@@ -183,6 +183,41 @@ def test_state_that_tensor_ranks_hold_whole_is_found(compile_on_tpu: CompileOnTp
 @pytest.mark.tpu
 def test_state_cut_over_axes_of_other_names_is_not_called_replicated(compile_on_tpu: CompileOnTpu) -> None:
     assert "large_replicated_buffer" not in findings_of(compile_on_tpu, "state_cut_by_other_names", context(config()))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("program", "factor", "expert", "field"),
+    [
+        ("candidate", -1, 2, "moe.ragged_buffer_factor"),
+        ("candidate", 0.5, 2, "moe.ragged_buffer_factor"),
+        ("candidate", -1, 1, "train.per_device_batch"),
+        ("dropless", 0.5, 2, "moe.dropless.token_chunks"),
+        ("dropless", -1, 1, "moe.dropless.token_chunks"),
+    ],
+)
+def test_large_receive_buffers_name_the_field_their_program_reads(
+    compile_on_tpu: CompileOnTpu, program: ProgramName, factor: float, expert: int, field: str
+) -> None:
+    given = context(config(expert=expert, moe=MoeConfig(ragged_buffer_factor=factor)), program=program)
+    assert findings_of(compile_on_tpu, "dispatch", given)["moe_buffers_dominate"].spec_field == field
+
+
+@pytest.mark.tpu
+def test_buffer_factor_is_found_without_effect_where_one_rank_has_all_experts(compile_on_tpu: CompileOnTpu) -> None:
+    moe = MoeConfig(ragged_buffer_factor=0.5, retry_when_tokens_dropped=True)
+    one_rank = context(config(expert=1, moe=moe), mesh_axes={"fsdp": 4, "context": 2})
+    found = findings_of(compile_on_tpu, "layers_cut", one_rank)["moe_factor_without_effect"]
+    assert (found.spec_field, found.module, found.bytes) == ("moe.ragged_buffer_factor", "moe_layers/moe", None)
+    assert "retry" in found.message
+    # The program that exchanges, two ranks, the worst case, and the dropless program, which reads no factor.
+    assert "moe_factor_without_effect" not in findings_of(compile_on_tpu, "dispatch", replace(one_rank, mesh_axes=context().mesh_axes))
+    for quiet in (
+        context(config(moe=moe)),
+        replace(one_rank, step_config=config(expert=1)),
+        replace(one_rank, program="dropless"),
+    ):
+        assert "moe_factor_without_effect" not in findings_of(compile_on_tpu, "layers_cut", quiet)
 
 
 @pytest.mark.tpu
