@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 
-from compile_671b import EXAMPLES, show, weigh
+from compile_671b import EXAMPLES, show, show_lag, weigh
 
 SPEC = EXAMPLES / "deepseek-custom-v5p-8.yaml"
 TARGET_SECONDS = 60.0
@@ -19,6 +19,7 @@ TARGET_SECONDS = 60.0
 PEER_SECONDS = 315.0
 """MaxText's train_compile of August 2026 on the same kind of machine, idle, one program, its best."""
 TARGET_DEPTH_RATIO = 1.4
+ANALYSIS_SECONDS = 5.0
 
 
 def main() -> int:
@@ -31,6 +32,7 @@ def main() -> int:
     print(f"{'':<40} {'answer':>10} {'rss':>10} {'peak HBM':>17}   phases in seconds")
     both = show("both programs", [weigh(SPEC) for _ in range(repeat)])
     print(f"  {both.peaks}; the target is {TARGET_SECONDS:.0f} s, and the peer takes {PEER_SECONDS:.0f} s for one program")
+    show_lag(both, analysis_target_seconds=ANALYSIS_SECONDS)
     one = ["--program", "candidate", "--set", "model.engram.layers=[1,4]"]
     six, more = (
         show(f"candidate, {layers} layers", [weigh(SPEC, *one, "--set", f"model.num_layers={layers}") for _ in range(repeat)])
