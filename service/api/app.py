@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from service.api import catalog, events, health, jobs, pages
 from service.api.errors import PROBLEM_RESPONSE, install_error_handlers
 from service.api.guard import Guard
+from service.api.head import HeadAsGet
 from service.settings import Settings
 from service.storage.interface import Store
 from service.storage.store import open_store
@@ -20,6 +21,7 @@ API_PREFIX = "/api/v1"
 DESCRIPTION = """
 Post a spec of a model, its parallelism and a TPU topology; the real TPU compiler says whether the train step fits, what its peak HBM is,
 and what stands at that peak. Bytes are integers per device unless a name says `total_`; null means unknown.
+What answers GET answers HEAD too.
 """
 
 
@@ -54,6 +56,8 @@ def create_app(settings: Settings, *, store: Store | None = None) -> FastAPI:
     app.state.settings = settings
     if store is not None:
         app.state.store = store
+    # What is added last stands first: the guard sees every request as it came.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Guard, token_hashes=settings.token_hashes, max_body_bytes=settings.max_body_bytes)
     install_error_handlers(app)
     for router in (jobs.router, events.router, catalog.router):

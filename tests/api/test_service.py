@@ -109,6 +109,26 @@ def test_the_description_names_every_route_its_errors_and_examples(client: TestC
             assert "422" not in operation["responses"], "the framework's own shape of errors is not used"
 
 
+def test_whatever_answers_get_answers_head_with_the_same_headers_and_no_content(client: TestClient, store: SqlStore) -> None:
+    where = f"/api/v1/jobs/{store.add_job(new_job()).job.id}"
+    for path in (
+        "/api/v1/jobs",
+        where,
+        f"{where}/report",
+        "/api/v1/catalog/topologies",
+        "/healthz",
+        "/metrics",
+        "/jobs",
+        "/static/site.css",
+    ):
+        got, head = client.get(path), client.head(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers == got.headers, path
+    assert client.head(f"{where}/events").headers["content-type"].startswith("text/event-stream"), "without waiting for the job's end"
+    assert client.head("/api/v1/jobs/nothing").status_code == 404
+    assert client.head(f"{where}/cancel").status_code == 405
+
+
 def test_asking_every_route_loads_neither_jax_nor_libtpu(settings: Settings, spec: dict[str, Any]) -> None:
     script = f"""
 import sys
