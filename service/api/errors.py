@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from service.errors import Problem, ServiceError, SpecError
+from service.spec_problems import problems_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +49,8 @@ class MediaTypeError(ServiceError):
 class ProblemItem(BaseModel):
     """One thing wrong with the request."""
 
-    path: str = Field(description="where, dotted", examples=["mesh.fsdp"])
-    value: Any = Field(description="what stood there", examples=[7])
+    path: str = Field(description="where, dotted: in the spec, or from `body`, `query` or `header` on", examples=["mesh.fsdp"])
+    value: Any = Field(description="what stood there; what JSON has no word for, as NaN, is text", examples=[7])
     message: str = Field(examples=["the mesh has 14 devices and the topology has 4"])
     legal: str = Field(description="what would be accepted", examples=["axes whose product is 4"])
 
@@ -70,16 +72,16 @@ PROBLEM_RESPONSE: dict[str, Any] = {"model": ProblemDetails, "content": {MEDIA_T
 def problem_response(
     path: str, status: int, title: str, detail: str, problems: Sequence[Problem] = (), headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """The one shape. `problems` may hold values of any type that JSON can spell."""
+    """The one shape. `problems` may hold values of any type: what JSON has no word for is written as text."""
     body = {
         "type": "about:blank",
         "title": title,
         "status": status,
         "detail": detail,
         "instance": path,
-        "problems": [jsonable_encoder(problem.as_dict()) for problem in problems],
+        "problems": [problem.as_dict() for problem in problems],
     }
-    return JSONResponse(body, status_code=status, headers=headers, media_type=MEDIA_TYPE)
+    return JSONResponse(_spellable(body), status_code=status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -97,12 +99,15 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, ServiceError)
         if error.status >= 500:
             logger.error("%s %s: %s", request.method, request.url.path, error.detail)
+        if isinstance(error, SpecError):
+            # What is wrong with a spec as a whole has no path of its own.
+            error = SpecError([replace(problem, path=problem.path or "spec") for problem in error.problems])
         problems = error.problems if isinstance(error, SpecError | RequestError) else ()
         return answer(request, error.status, error.title, error.detail, problems)
 
     def answer_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        problems = [_problem(item) for item in error.errors()]
+        problems = request_problems(error.errors(), BaseModel)
         refusal = RequestError(problems)
         return answer(request, refusal.status, refusal.title, refusal.detail, problems)
 
@@ -123,9 +128,42 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, answer_unexpected)
 
 
-def _problem(item: dict[str, Any]) -> Problem:
-    """A problem from one error of FastAPI's own validation of paths, queries and headers."""
-    source, *rest = item["loc"]
-    context = item.get("ctx", {})
-    legal = ", ".join(f"{name} {value}" for name, value in context.items()) or item["msg"]
-    return Problem(".".join([str(source), *map(str, rest)]), item.get("input"), item["msg"], legal)
+def body_path(location: Sequence[str | int]) -> str:
+    """Where in a JSON body: `body.git.branch`; what is in the spec is told as for a spec file, `mesh.fsdp`."""
+    parts = location[1:] if location[:1] == ("spec",) and len(location) > 1 else ("body", *location)
+    return ".".join(map(str, parts))
+
+
+def request_problems(errors: Iterable[Mapping[str, Any]], model: type[BaseModel]) -> list[Problem]:
+    """A problem for each of pydantic's errors of a request's own fields, in the words that a spec's errors are told in."""
+    return [_problem(error, model) for error in errors]
+
+
+def _problem(error: Mapping[str, Any], model: type[BaseModel]) -> Problem:
+    kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
+    if kind == "enum":
+        kind = "literal_error"
+    # FastAPI gives its errors as data; made an error again, they are told by the one translation there is.
+    made = ValidationError.from_exception_data(model.__name__, [{"type": kind, "loc": tuple(error["loc"]), "input": value, "ctx": context}])
+    (problem,) = problems_of(made, model)
+    if kind in ("string_too_short", "string_too_long"):
+        word, bound = ("at least", context["min_length"]) if kind == "string_too_short" else ("at most", context["max_length"])
+        characters = f"{bound:,} character" + ("" if bound == 1 else "s")
+        return replace(problem, message=f"has {len(str(value)):,} characters", legal=f"text of {word} {characters}")
+    if kind == "extra_forbidden" and not problem.legal:
+        return replace(problem, legal="the parameters that the API's description lists for this path")
+    return problem
+
+
+def _spellable(value: Any) -> Any:
+    """`value` as JSON and UTF-8 can write it: text for numbers that are not finite, and for what is neither number, text nor collection."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {_spellable(str(key)): _spellable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spellable(each) for each in value]
+    # Half of a surrogate pair can be written as an escape, in JSON and in YAML, but not as UTF-8.
+    return str(value).encode(errors="backslashreplace").decode()

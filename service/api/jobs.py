@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, cast
 from urllib.parse import quote
 
@@ -12,15 +14,15 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 
+from service.api.bodies import decode, read_json
 from service.api.dependencies import StoreDep
-from service.api.errors import MediaTypeError, RequestError
+from service.api.errors import MediaTypeError, RequestError, body_path, request_problems
 from service.api.examples import JOB_REQUEST, JOB_REQUEST_YAML
 from service.api.steps_report import find_steps_report
-from service.errors import NotFoundError, Problem
+from service.errors import NotFoundError, Problem, SpecError
 from service.identity import identify
-from service.records import Depth, GitFacts, Job, JobKind, JobStatus, Record, Report
+from service.records import TERMINAL, Depth, GitFacts, Job, JobKind, JobStatus, Record, Report
 from service.spec import Spec, load_spec, parse_spec, require_kind
-from service.spec_problems import problems_of
 from service.steps.interface import STEPS_PROGRAM
 from service.steps_records import StepsReport
 from service.storage.interface import MAX_PAGE, Artifact, Idempotency, JobFilter, JobPage, NewJob, Platform, Store
@@ -108,10 +110,9 @@ async def post_job(
         if request.query_params:
             given = ", ".join(request.query_params)
             raise RequestError([Problem("query", given, "the query accompanies a YAML body", "the same fields in the JSON body")])
-        asked = _read_json(body)
-        spec = parse_spec(asked.spec if asked.depth is None else asked.spec | {"depth": asked.depth})
+        asked, spec = _read_request(body)
     elif media_type in YAML_TYPES:
-        spec = load_spec(_decode(body))
+        spec = load_spec(decode(body, "YAML"))
         if parameters.depth is not None:
             spec = parse_spec(spec.as_json() | {"depth": parameters.depth})
         git = GitFacts(**{name: getattr(parameters, name) for name in GitFacts.model_fields})
@@ -160,18 +161,34 @@ def _platform_of(spec: Spec) -> Platform | None:
     return "cpu" if spec.steps.num_cpu_devices is not None else cast(Platform, spec.steps.devices)
 
 
-def _read_json(body: bytes) -> JobRequest:
+def _read_request(body: bytes) -> tuple[JobRequest, Spec]:
+    """What a JSON body asks for, and its spec.
+
+    Raises:
+        SpecError: the spec alone is wrong.
+        RequestError: what stands around the spec is wrong; carries the spec's problems too.
+    """
+    data, problems = read_json(body)
+    asked = spec = None
     try:
-        return JobRequest.model_validate_json(body)
+        asked = JobRequest.model_validate(data)
     except ValidationError as error:
-        raise RequestError(problems_of(error, JobRequest)) from error
-
-
-def _decode(body: bytes) -> str:
-    try:
-        return body.decode()
-    except UnicodeDecodeError as error:
-        raise RequestError([Problem("body", f"byte {error.start}", "the text is not UTF-8", "YAML in UTF-8")]) from error
+        found = request_problems(error.errors(include_url=False), JobRequest)
+        problems += [replace(problem, path=body_path(problem.path.split(".") if problem.path else [])) for problem in found]
+    plain = data.get("spec") if isinstance(data, Mapping) else None
+    if isinstance(plain, Mapping):
+        depth = asked.depth if asked is not None else None
+        try:
+            spec = parse_spec(plain if depth is None else {**plain, "depth": depth})
+        except SpecError as error:
+            if not problems:
+                raise
+            problems += [replace(problem, path=problem.path or "spec") for problem in error.problems]
+    if problems:
+        raise RequestError(problems)
+    assert asked is not None
+    assert spec is not None
+    return asked, spec
 
 
 @router.get("/jobs", summary="List jobs, newest first")
@@ -195,9 +212,17 @@ def get_job(store: StoreDep, job_id: str) -> Job:
     return store.get_job(job_id)
 
 
-@router.post("/jobs/{job_id}/cancel", status_code=202, summary="Stop a job")
-def cancel_job(store: StoreDep, job_id: str) -> Job:
+@router.post(
+    "/jobs/{job_id}/cancel",
+    status_code=202,
+    summary="Stop a job",
+    response_description="The job, cancelled, or about to be where it was running",
+    responses={200: {"model": Job, "description": "The job, which had ended before: there was nothing to cancel"}},
+)
+def cancel_job(store: StoreDep, response: Response, job_id: str) -> Job:
     """A waiting job is cancelled at once; of a running one the child is killed within seconds; one that ended stays as it is."""
+    if store.get_job(job_id).status in TERMINAL:
+        response.status_code = 200
     return store.request_cancel(job_id)
 
 

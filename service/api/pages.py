@@ -61,7 +61,9 @@ def _environment() -> Environment:
 def render(name: str, context: Any, status: int = 200) -> HTMLResponse:
     """A page from its template and its context, whose fields are the template's only names."""
     values = {entry.name: getattr(context, entry.name) for entry in fields(context)}
-    return HTMLResponse(_environment().get_template(name).render(values), status_code=status, headers={"Cache-Control": "no-cache"})
+    # Half of a surrogate pair, which a spec's text can spell as an escape, cannot be written as UTF-8.
+    html = _environment().get_template(name).render(values).encode(errors="backslashreplace")
+    return HTMLResponse(html, status_code=status, headers={"Cache-Control": "no-cache"})
 
 
 @router.get("/")

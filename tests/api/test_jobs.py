@@ -81,7 +81,13 @@ def test_everything_wrong_with_a_spec_comes_in_one_answer(client: TestClient, sp
         (b'{"spec": {}, "force": "perhaps"}', "application/json", 422, "force"),
         (b'{"spec": {}, "git": {"pull_request": 99999999999999999999999}}', "application/json", 422, "pull_request"),
         (b'{"spec": {}, "git": {"ancestors": ["' + b"f" * 65 + b'"]}}', "application/json", 422, "ancestors"),
-        (b"[" * 9_000, "application/json", 422, "JSON"),
+        (b"[" * 9_000, "application/json", 422, "JSON nested deeper than 33 levels"),
+        (b'{"spec": ' + b"[" * 40 + b"]" * 40 + b"}", "application/json", 422, "JSON nested deeper than 33 levels"),
+        (b'{"spec": {"scenario": "\xff"}}', "application/json", 422, "not UTF-8"),
+        (b'{"spec": {"depth": ' + b"7" * 5_000 + b"}}", "application/json", 422, "not readable as JSON"),
+        (b'{"spec": {"\\ud800": "\\ud800"}}', "application/json", 422, "ud800"),
+        (b'"\\ud800": 1', "application/yaml", 422, "ud800"),
+        (b"train: {seq_len: 2026-03-04}", "application/yaml", 422, "2026-03-04"),
         (b"[" * 9_000, "application/yaml", 422, "nested deeper than 32 levels"),
     ],
 )
@@ -92,6 +98,85 @@ def test_a_body_that_cannot_be_read_is_refused_with_its_reason(
     assert answer.status_code == status
     assert text in answer.text
     assert set(answer.json()) == {"type", "title", "status", "detail", "instance", "problems"}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_named_by_path_with_what_is_legal(client: TestClient, number: str) -> None:
+    train = '{"seq_len": 128, "per_device_batch": ' + number + "}"
+    content = '{"spec": {"model": {"preset": "tiny"}, "mesh": {"topology": "v5e-4", "fsdp": 4}, "train": ' + train + "}}"
+    answer = client.post("/api/v1/jobs", content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
+    (problem,) = answer.json()["problems"]
+    value = "Infinity" if number == "1e999" else number
+    assert (problem["path"], problem["value"], problem["legal"]) == ("train.per_device_batch", value, "a finite number")
+
+
+def test_a_number_of_a_yaml_spec_that_is_not_finite_is_named_too(client: TestClient, spec: Spec) -> None:
+    spec["train"]["per_device_batch"] = float("-inf")
+    answer = client.post("/api/v1/jobs", content=yaml.safe_dump(spec), headers={"Content-Type": "application/yaml"})
+    assert [(problem["path"], problem["value"]) for problem in answer.json()["problems"]] == [("train.per_device_batch", "-Infinity")]
+
+
+def test_a_key_that_stands_twice_is_refused_as_in_yaml(client: TestClient) -> None:
+    content = b"""{"force": true, "force": false, "spec": {"scenario": "x", "model": {"preset": "tiny"},
+        "mesh": {"topology": "v5e-4", "fsdp": 4}, "train": {"seq_len": 128, "seq_len": 64}}}"""
+    answer = client.post("/api/v1/jobs", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert [(problem["path"], problem["message"]) for problem in answer.json()["problems"]] == [
+        ("body.force", "key 'force' stands twice"),
+        ("train.seq_len", "key 'seq_len' stands twice"),
+    ]
+
+
+def test_what_is_wrong_around_the_spec_and_in_it_comes_in_one_answer(client: TestClient, spec: Spec) -> None:
+    spec["train"] = {"sequence": 128}
+    body = {"spec": spec | {"modle": 1}, "foo": 1, "git": {"project": "p" * 201, "pull_request": 0, "ancestors": ["f"] * 101}}
+    answer = client.post("/api/v1/jobs", json=body)
+    assert answer.status_code == 422
+    told = {problem["path"]: (problem["message"], problem["legal"]) for problem in answer.json()["problems"]}
+    assert told["body.foo"] == ("unknown field 'foo'", "spec, kind, git, force, depth")
+    assert told["body.git.project"] == ("has 201 characters", "text of at most 200 characters")
+    assert told["body.git.pull_request"] == ("0 is out of range", "at least 1")
+    assert told["body.git.ancestors"] == ("has 101 entries", "at most 100")
+    assert told["modle"][0] == "unknown field 'modle'; did you mean model?"
+    assert {"train.sequence", "train.seq_len"} <= set(told)
+
+
+@pytest.mark.parametrize(
+    ("content", "media_type", "detail"),
+    [
+        (b"{", "application/json", "body: not readable as JSON at line 1, column 2: expecting property name enclosed in double quotes"),
+        (b"[7]", "application/json", "body: is [7] where a mapping belongs"),
+        (b"7", "application/yaml", "1 problem: spec: a spec is a mapping, and this is int"),
+        (b"a: [", "application/yaml", "1 problem: spec: not readable as YAML or JSON at line 1, column 5"),
+    ],
+)
+def test_a_problem_of_the_whole_is_a_sentence_with_a_subject(client: TestClient, content: bytes, media_type: str, detail: str) -> None:
+    answer = client.post("/api/v1/jobs", content=content, headers={"Content-Type": media_type})
+    assert answer.json()["detail"].startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("query", "message", "legal"),
+    [
+        ("limit=0", "'0' is out of range", "at least 1"),
+        ("limit=many", "input should be a valid integer, unable to parse string as an integer", "a whole number"),
+        ("status=done", "'done' is not one of the legal values", "'queued', 'running', 'succeeded', 'failed' or 'cancelled'"),
+        ("scenario=" + "s" * 201, "has 201 characters", "text of at most 200 characters"),
+    ],
+)
+def test_queries_are_refused_in_the_words_that_specs_are_refused_in(client: TestClient, query: str, message: str, legal: str) -> None:
+    (problem,) = client.get(f"/api/v1/jobs?{query}").json()["problems"]
+    assert (problem["message"], problem["legal"]) == (message, legal)
+
+
+def test_an_empty_idempotency_key_and_an_unknown_parameter_are_refused_in_words(client: TestClient) -> None:
+    headers = {"Content-Type": "application/yaml", "Idempotency-Key": ""}
+    told = {p["path"]: p["legal"] for p in client.post("/api/v1/jobs?brunch=main", content=b"{}", headers=headers).json()["problems"]}
+    assert told == {
+        "query.brunch": "the parameters that the API's description lists for this path",
+        "header.idempotency-key": "text of at least 1 character",
+    }
 
 
 def test_a_query_beside_a_json_body_is_refused_rather_than_ignored(client: TestClient, spec: Spec) -> None:
@@ -193,8 +278,20 @@ def test_a_queued_job_is_cancelled_at_once_and_again_without_effect(client: Test
     job = client.post("/api/v1/jobs", json={"spec": spec}).json()
     first, second = (client.post(f"/api/v1/jobs/{job['id']}/cancel") for _ in range(2))
     assert (first.status_code, first.json()["status"]) == (202, "cancelled")
-    assert second.json() == first.json()
+    assert (second.status_code, second.json()) == (200, first.json())
     assert client.post("/api/v1/jobs/nothing/cancel").status_code == 404
+
+
+def test_a_job_that_ended_has_nothing_to_cancel_and_one_that_runs_is_about_to_be(client: TestClient, store: SqlStore, spec: Spec) -> None:
+    job = client.post("/api/v1/jobs", json={"spec": spec}).json()
+    lease = claim(store)
+    running = client.post(f"/api/v1/jobs/{job['id']}/cancel")
+    assert (running.status_code, running.json()["status"], running.json()["cancel_requested"]) == (202, "running", True)
+    store.finish_job(lease, JobStatus.SUCCEEDED)
+    ended = client.post(f"/api/v1/jobs/{job['id']}/cancel")
+    assert (ended.status_code, ended.json()["status"]) == (200, "succeeded")
+    responses = client.get("/api/v1/openapi.json").json()["paths"]["/api/v1/jobs/{job_id}/cancel"]["post"]["responses"]
+    assert "nothing to cancel" in responses["200"]["description"]
 
 
 STEPS = {"devices": "cpu:4", "num_steps": 3}

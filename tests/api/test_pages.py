@@ -356,6 +356,12 @@ def test_a_wrong_spec_comes_back_with_its_text_and_every_problem(client: TestCli
     assert re.search(r'value="full" checked', answer.text)
 
 
+def test_a_spec_whose_text_no_encoding_can_write_comes_back_as_a_page(client: TestClient) -> None:
+    answer = client.post("/submit", data={"spec": 'compiler_options: {"\\ud800": 1}'})
+    assert answer.status_code == 422
+    assert r'<code class="path">compiler_options.\ud800</code>' in answer.text
+
+
 def test_a_sound_spec_is_queued_at_the_depth_that_was_chosen(client: TestClient, store: SqlStore) -> None:
     text = (resource_directory("examples") / "tiny-v5e-4.yaml").read_text()
     answer = client.post("/submit", data={"spec": text, "depth": "full"}, follow_redirects=False)
