@@ -113,7 +113,8 @@ class _Alike:
 def _buffers(base: Report, head: Report) -> Iterable[BufferDiff]:
     """Every buffer of either list matched: first by scope and shape, then by scope, then by shape; the rest appeared or went.
 
-    Reports list their largest buffers; what is smaller is one entry, so that the deltas sum to the peaks' difference.
+    Reports list their largest buffers; what is smaller is one entry where its bytes or its number changed, so that the deltas sum to
+    the peaks' difference. Where neither did, there is none: that two sums agree does not make their buffers the same.
     """
     left, right = _alike(base.buffers), _alike(head.buffers)
     found: list[BufferDiff] = []
@@ -124,7 +125,7 @@ def _buffers(base: Report, head: Report) -> Iterable[BufferDiff]:
     found += [_compared(None, after) for after in right.values()]
     unlisted = [(report.peak_bytes or 0) - sum(buffer.padded_bytes for buffer in report.buffers) for report in (base, head)]
     counts = [(report.num_buffers_at_peak or len(report.buffers)) - len(report.buffers) for report in (base, head)]
-    if any(unlisted):
+    if unlisted[0] != unlisted[1] or counts[0] != counts[1]:
         found.append(_unlisted(unlisted, counts))
     return sorted(found, key=lambda diff: (-abs(diff.delta_bytes), diff.change == "equal", -diff.head_bytes, diff.scope))
 
