@@ -26,7 +26,7 @@ from service.records import (
     Report,
     ReportStatus,
 )
-from service.steps_records import StepsReport
+from service.steps_records import StepsReport, StepsStatus
 
 Platform = Literal["cpu", "gpu", "tpu"]
 """What real steps run on."""
@@ -144,6 +144,16 @@ class ReportSummary(Record):
     total_seconds: float | None
 
 
+class StepsSummary(Record):
+    """The numbers of a steps job's report that lists show; read from columns, without the report's body."""
+
+    job_id: str
+    status: StepsStatus
+    num_steps: int = Field(description="warm-up included")
+    num_replays: int
+    num_checks_failed: int
+
+
 class Artifact(Record):
     """A file kept with a job, by the hash of its content."""
 
@@ -232,6 +242,16 @@ class Store(Protocol):
         """For each job, the summaries of its reports in the order of its programs; jobs without reports map to ()."""
         ...
 
+    def list_steps_summaries(self, job_ids: Sequence[str]) -> Mapping[str, StepsSummary]:
+        """The summary of each job that has a report of steps; the others are absent."""
+        ...
+
+    def find_previous_answer(self, job_id: str) -> Job | None:
+        """The newest job before this one that succeeded, is of the same project, scenario and kind, and was measured by itself or by
+        another job than this one; None where there is none. Raises NotFoundError.
+        """
+        ...
+
     def list_artifacts(self, job_id: str) -> tuple[Artifact, ...]:
         """Artifacts by name; those of the job that answered this one, where one did. Raises NotFoundError."""
         ...
@@ -252,6 +272,7 @@ class Store(Protocol):
     ) -> Claim | None:
         """Give the oldest waiting job of these kinds, that needs no other devices than `platforms`, to a worker; or None.
 
+        A job's start is that of its newest claim, so that its duration is the last attempt's; the first claim stands in its events.
         First takes back every job whose lease has expired: it waits again, or is recorded as lost after `max_attempts`. Jobs are
         given strictly in order: where the oldest of these kinds needs more than `memory_bytes` (None: any amount), nothing is given, so
         that a large job is never starved by small ones. A job waits while an identical one runs.

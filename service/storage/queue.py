@@ -83,11 +83,11 @@ def end_job(
 
 
 def requeue_job(connection: Connection, job_id: str, *, attempts: int) -> None:
-    """Put a running job back in its old place in the queue."""
+    """Put a running job back in its old place in the queue, where it has not started: what ends it there took none of its time."""
     connection.execute(
         update(jobs)
         .where(jobs.c.id == job_id)
-        .values(status=QUEUED, attempts=attempts, lease_token=None, lease_worker_id=None, lease_expires_at=None)
+        .values(status=QUEUED, attempts=attempts, started_at=None, lease_token=None, lease_worker_id=None, lease_expires_at=None)
     )
 
 

@@ -11,8 +11,8 @@ from sqlalchemy import ColumnElement, RowMapping, Select, func, select
 
 from service.records import Event, Failure, GitFacts, Job, Record, Report
 from service.steps_records import CheckStatus, StepsReport
-from service.storage.interface import Artifact, NewJob, ReportSummary, WorkerStatus
-from service.storage.tables import artifacts, job_artifacts, jobs, reports
+from service.storage.interface import Artifact, NewJob, ReportSummary, StepsSummary, WorkerStatus
+from service.storage.tables import artifacts, job_artifacts, jobs, reports, steps_reports
 
 _LEVEL = 3
 MAX_REPORT_BYTES = 64 << 20
@@ -39,6 +39,7 @@ _SCALARS = (
 """Fields of a report that are columns of the same name."""
 
 SUMMARY_COLUMNS = tuple(reports.c[name] for name in ReportSummary.model_fields if name != "job_id")
+STEPS_SUMMARY_COLUMNS = tuple(steps_reports.c[name] for name in StepsSummary.model_fields)
 
 
 def job_from_row(row: RowMapping) -> Job:
@@ -150,6 +151,10 @@ def _decompress(body: bytes) -> bytes:
 def summary_from_row(row: RowMapping, job_id: str) -> ReportSummary:
     """`job_id` is the job asked about, which may have been answered by the one that holds the report."""
     return ReportSummary(job_id=job_id, **{column.name: row[column.name] for column in SUMMARY_COLUMNS})
+
+
+def steps_summary_from_row(row: RowMapping) -> StepsSummary:
+    return StepsSummary(**row)
 
 
 def artifact_from_row(row: RowMapping) -> Artifact:

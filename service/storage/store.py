@@ -33,9 +33,11 @@ from service.storage.interface import (
     NewJob,
     Platform,
     ReportSummary,
+    StepsSummary,
     WorkerStatus,
 )
 from service.storage.rows import (
+    STEPS_SUMMARY_COLUMNS,
     SUMMARY_COLUMNS,
     artifact_from_row,
     event_from_row,
@@ -44,6 +46,7 @@ from service.storage.rows import (
     report_from_body,
     select_artifacts,
     steps_report_from_body,
+    steps_summary_from_row,
     summary_from_row,
     values_of_new_job,
     values_of_report,
@@ -213,6 +216,32 @@ class SqlStore:
                 found[row["asked_id"]].append(summary_from_row(row, row["asked_id"]))
         return {job_id: tuple(summaries) for job_id, summaries in found.items()}
 
+    def list_steps_summaries(self, job_ids: Sequence[str]) -> Mapping[str, StepsSummary]:
+        query = select(*STEPS_SUMMARY_COLUMNS).where(steps_reports.c.job_id.in_(job_ids))
+        with read(self._engine) as connection:
+            return {row["job_id"]: steps_summary_from_row(row) for row in connection.execute(query).mappings()}
+
+    def find_previous_answer(self, job_id: str) -> Job | None:
+        this = select(jobs).where(jobs.c.id == job_id).subquery()
+        query = (
+            select(jobs)
+            .join(this, jobs.c.number < this.c.number)
+            .where(
+                jobs.c.scenario == this.c.scenario,
+                jobs.c.kind == this.c.kind,
+                jobs.c.project.is_not_distinct_from(this.c.project),
+                jobs.c.status == JobStatus.SUCCEEDED.value,
+                measuring_job_id() != func.coalesce(this.c.answered_from, this.c.id),
+            )
+            .order_by(jobs.c.number.desc())
+            .limit(1)
+        )
+        with read(self._engine) as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            self.get_job(job_id)
+        return None if row is None else job_from_row(row)
+
     def list_artifacts(self, job_id: str) -> tuple[Artifact, ...]:
         with read(self._engine) as connection:
             rows = connection.execute(select_artifacts(job_id)).mappings().all()
@@ -268,7 +297,7 @@ class SqlStore:
                     lease_token=lease.token,
                     lease_worker_id=worker_id,
                     lease_expires_at=lease.expires_at,
-                    started_at=func.coalesce(jobs.c.started_at, now),
+                    started_at=now,
                 )
             )
             queue.add_event(connection, lease.job_id, "claimed", {"attempt": lease.attempt, "worker": worker_id}, now)

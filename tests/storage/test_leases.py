@@ -87,6 +87,27 @@ def test_an_expired_lease_is_taken_up_by_another_worker_and_the_first_is_refused
     assert store.list_reports(job.id) == ()
 
 
+def test_a_jobs_time_is_its_last_attempts_and_not_that_of_a_dead_worker(store: SqlStore, claim: Claiming, clock: Clock) -> None:
+    job = store.add_job(new_job()).job
+    claim("w1", lease_seconds=60)
+    clock.advance(500)
+    lease = claim("w2").lease
+    clock.advance(7)
+    done = store.finish_job(lease, JobStatus.SUCCEEDED)
+    assert done.started_at is not None
+    assert done.finished_at is not None
+    assert (done.finished_at - done.started_at).total_seconds() == 7
+    first = next(event for event in store.list_events(job.id) if event.name == "claimed")
+    assert (done.started_at - first.created_at).total_seconds() == 500, "the first start stands in the events"
+
+
+def test_a_job_that_waits_again_has_not_started(store: SqlStore, claim: Claiming) -> None:
+    job = store.add_job(new_job()).job
+    store.release_job(claim().lease, reason="the worker was told to stop")
+    assert store.get_job(job.id).started_at is None
+    assert store.request_cancel(job.id).started_at is None
+
+
 def test_a_late_worker_that_nobody_replaced_may_go_on(store: SqlStore, claim: Claiming, clock: Clock) -> None:
     store.add_job(new_job())
     lease = claim(lease_seconds=60).lease

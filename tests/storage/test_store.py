@@ -10,7 +10,8 @@ import pytest
 
 from service.errors import ConflictError, NotFoundError
 from service.records import Failure, FailureKind, Job, JobStatus, ReportStatus
-from service.storage.interface import Claim, CursorError, Idempotency, JobFilter, Lease, LeaseLostError
+from service.steps_records import StepsReport, StepsStatus
+from service.storage.interface import Claim, CursorError, Idempotency, JobFilter, Lease, LeaseLostError, StepsSummary
 from service.storage.store import SqlStore
 from tests.storage.samples import Clock, new_job, report_of
 
@@ -188,6 +189,33 @@ def test_reports_stand_in_the_order_of_the_programs_and_lists_read_their_columns
         (job.id, "candidate", ReportStatus.OK, 900, 16_089, "v5e-4"),
     ]
     assert "report" in names(store, job.id)
+
+
+def test_the_previous_answer_is_of_the_same_scenario_and_another_measurement(store: SqlStore, claim: Claiming) -> None:
+    first = measure(store, claim, "a")
+    assert store.find_previous_answer(first.id) is None
+    repeated = store.add_job(new_job("a")).job
+    assert repeated.answered_from == first.id
+    assert store.find_previous_answer(repeated.id) is None, "what it was answered from is the same answer"
+    for other in (new_job("b", scenario="wide"), new_job("c", git={"project": "mills"}), new_job("d")):
+        store.add_job(other)
+        lease = claim().lease
+        store.finish_job(lease, JobStatus.FAILED if other.identity == "d" else JobStatus.SUCCEEDED)
+    changed = measure(store, claim, "e")
+    previous = store.find_previous_answer(changed.id)
+    assert previous == repeated
+    with pytest.raises(NotFoundError, match="no job 'nowhere'"):
+        store.find_previous_answer("nowhere")
+
+
+def test_steps_reports_are_summed_up_from_their_columns(store: SqlStore, claim: Claiming) -> None:
+    job, waiting = (store.add_job(new_job(identity, kind="steps")).job for identity in "ab")
+    lease = claim(kinds=("steps",)).lease
+    check = {"name": "replay", "status": "failed", "claim": "c"}
+    store.save_steps_report(lease, StepsReport.model_validate({"status": "checks_failed", "phase": "done", "checks": [check]}))
+    assert store.list_steps_summaries([job.id, waiting.id]) == {
+        job.id: StepsSummary(job_id=job.id, status=StepsStatus.CHECKS_FAILED, num_steps=0, num_replays=0, num_checks_failed=1)
+    }
 
 
 def test_the_largest_child_of_a_scenario_is_remembered_by_depth(store: SqlStore, claim: Claiming) -> None:
