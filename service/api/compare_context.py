@@ -103,15 +103,19 @@ def compare_context(
     head: tuple[Job, Sequence[Report]] | None,
     program: str | None,
     recent: Sequence[Job],
+    notice: str = "",
 ) -> CompareContext:
-    """The page for these two jobs; either may not be chosen yet. `recent` are offered to choose from."""
+    """The page for these two jobs; either may not be chosen yet. `recent` are offered to choose from.
+
+    `notice` says what the choice lacks.
+    """
     base_reports, head_reports = (_measured(side) for side in (base, head))
     shared = tuple(name for name in base_reports if name in head_reports)
     # Of two jobs with one program each the names need not agree.
     alone = len(base_reports) == len(head_reports) == 1 and not shared
     chosen = program if program in shared else _most_allocated([head_reports[name] for name in shared])
     sides: tuple[Side, ...] = ()
-    difference, notice = None, ""
+    difference = None
     if base is not None and head is not None:
         if chosen is None and not alone:
             notice = _why_not(base_reports, head_reports)

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from starlette.concurrency import run_in_threadpool
 
 from service import units
-from service.api import contexts, static_files
+from service.api import contexts, list_contexts, static_files
 from service.api.compare_context import compare_context
 from service.api.dependencies import SettingsDep, StoreDep
 from service.api.job_context import job_context
@@ -70,10 +70,12 @@ def render(name: str, context: Any, status: int = 200) -> HTMLResponse:
 def overview_page(store: StoreDep, settings: SettingsDep) -> Response:
     """What is weighed here, and the newest answer of each scenario."""
     newest = store.list_jobs(limit=200).jobs
-    context = contexts.overview_context(
+    ids = [job.id for job in newest]
+    context = list_contexts.overview_context(
         counts=store.count_jobs(),
         newest=newest,
-        summaries=store.list_report_summaries([job.id for job in newest]),
+        summaries=store.list_report_summaries(ids),
+        steps=store.list_steps_summaries(ids),
         workers=store.list_workers(),
         now=datetime.now(UTC),
         lease_seconds=settings.lease_seconds,
@@ -86,13 +88,16 @@ def jobs_page(
     store: StoreDep, status: str = "", scenario: str = "", cursor: str = "", limit: Annotated[int, Query(ge=1, le=200)] = 50
 ) -> Response:
     """The jobs, newest first."""
-    known = {value.value for value in JobStatus}
-    filters = JobFilter(status=JobStatus(status) if status in known else None, scenario=scenario or None)
+    is_known = status in {value.value for value in JobStatus}
+    filters = JobFilter(status=JobStatus(status) if is_known else None, scenario=scenario or None)
     page = store.list_jobs(filters, cursor=cursor or None, limit=limit)
-    context = contexts.jobs_context(
+    ids = [job.id for job in page.jobs]
+    context = list_contexts.jobs_context(
         page.jobs,
-        store.list_report_summaries([job.id for job in page.jobs]),
-        filters={"status": status if status in known else "", "scenario": scenario},
+        store.list_report_summaries(ids),
+        steps=store.list_steps_summaries(ids),
+        filters={"status": status if is_known else "", "scenario": scenario},
+        unknown_status="" if is_known else status,
         next_cursor=page.next_cursor,
     )
     return render("jobs.html", context)
@@ -125,11 +130,20 @@ def cancel_job(store: StoreDep, job_id: str) -> Response:
 
 
 @router.get("/compare")
-def compare_page(store: StoreDep, base: str = "", head: str = "", program: str = "") -> Response:
-    """Two jobs side by side, or the choice of two where either is not named."""
+def compare_page(
+    store: StoreDep, base: str = "", head: str = "", program: str = "", job: Annotated[tuple[str, ...], Query(max_length=200)] = ()
+) -> Response:
+    """Two jobs side by side, or the choice of two where either is not named; of two chosen as `job`, the older is the base."""
+    if len(job) == 2:
+        older, newer = sorted((store.get_job(job_id) for job_id in job), key=lambda each: each.created_at)
+        return RedirectResponse(f"/compare?base={older.id}&head={newer.id}", status_code=303)
+    notice = ""
+    if job:
+        head = head or job[0]
+        notice = f"Two jobs can be compared, and {len(job)} {'was' if len(job) == 1 else 'were'} chosen."
     sides = [(store.get_job(job_id), store.list_reports(job_id)) if job_id else None for job_id in (base.strip(), head.strip())]
     recent = store.list_jobs(JobFilter(status=JobStatus.SUCCEEDED, kind="compile"), limit=100).jobs
-    return render("compare.html", compare_context(base=sides[0], head=sides[1], program=program or None, recent=recent))
+    return render("compare.html", compare_context(base=sides[0], head=sides[1], program=program or None, recent=recent, notice=notice))
 
 
 @router.get("/catalog")

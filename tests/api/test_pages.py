@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -15,16 +14,13 @@ from fastapi.testclient import TestClient
 
 from service.api import charts
 from service.api.compare_context import compare_context
-from service.api.contexts import jobs_context, overview_context
 from service.api.job_context import job_context, json_for_script, program_view
 from service.api.pages import render
 from service.api.static_files import static_url
 from service.records import BUFFER_CLASSES, Collective, Failure, FailureKind, JobStatus, Peak, Report, ReportStatus
 from service.resources import resource_directory
-from service.storage.interface import WorkerStatus
 from service.storage.store import SqlStore
 from tests.browser.samples import NUM_POINTS, PEAK_INDEX, make_job, make_report
-from tests.browser.stored import add, start
 
 CSS = (resource_directory("web") / "static" / "site.css").read_text()
 
@@ -193,17 +189,6 @@ def test_the_program_that_decides_is_shown_unless_another_is_asked_for() -> None
     assert [view.report.program for view in shown if view] == ["dropless", "candidate", "dropless"]
 
 
-def test_a_list_is_live_while_a_job_in_it_is_on_its_way() -> None:
-    done, running = make_job(1), make_job(2, status=JobStatus.RUNNING, finished_at=None)
-    assert jobs_context([running, done], {}, filters={}, next_cursor=None).is_live
-    assert not jobs_context([done], {}, filters={}, next_cursor=None).is_live
-
-
-def test_older_jobs_keep_the_filter() -> None:
-    context = jobs_context([make_job()], {}, filters={"status": "failed", "scenario": "a b"}, next_cursor="c/1")
-    assert context.next_href == "/jobs?status=failed&scenario=a+b&cursor=c%2F1"
-
-
 def test_a_comparison_says_what_makes_up_the_difference() -> None:
     base, head = make_report(), make_report(scale=1.5)
     context = compare_context(base=(make_job(1), [base]), head=(make_job(2), [head]), program=None, recent=[])
@@ -321,29 +306,6 @@ def test_pages_answer_while_nothing_was_ever_weighed(client: TestClient) -> None
     for path in ("/", "/jobs", "/catalog", "/submit", "/compare"):
         assert client.get(path).status_code == 200, path
     assert "Nothing has been weighed yet" in client.get("/").text
-
-
-def test_the_overview_shows_the_newest_answer_of_each_scenario(client: TestClient, store: SqlStore) -> None:
-    add(store, "first", [make_report(scale=4)])
-    newest = add(store, "second", [make_report()])
-    running, _ = start(store, "third")
-    html = client.get("/").text
-    assert f'href="/jobs/{newest}"' in html
-    assert "112.15 GiB" in html
-    assert running not in html
-
-
-def test_a_worker_that_is_silent_for_longer_than_a_lease_is_marked() -> None:
-    now = datetime(2026, 3, 4, 12, tzinfo=UTC)
-
-    def worker(name: str, seconds_ago: int) -> WorkerStatus:
-        seen = now - timedelta(seconds=seconds_ago)
-        return WorkerStatus(id=name, host=name, pid=7, kinds=("compile",), slots=2, memory_bytes=3 << 30, started_at=seen, seen_at=seen)
-
-    context = overview_context(
-        counts={}, newest=[], summaries={}, workers=[worker("here", 59), worker("gone", 61)], now=now, lease_seconds=60
-    )
-    assert [(line.host, line.is_silent) for line in context.workers] == [("here", False), ("gone", True)]
 
 
 def test_a_wrong_spec_comes_back_with_its_text_and_every_problem(client: TestClient) -> None:
