@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.api.charts import Tick, percent
@@ -13,7 +13,7 @@ from service.api.steps_report import find_steps_report
 from service.records import Event, Job
 from service.steps_records import CheckResult, CheckStatus, MemoryComparison, StepRecord, StepsReport, StepsStatus
 from service.storage.interface import Store
-from service.units import format_bytes, format_count, format_parameters, format_seconds
+from service.units import UNKNOWN, format_bytes, format_count, format_parameters, format_seconds
 
 STATUS_VERDICTS = {
     StepsStatus.OK: Verdict("fits", "Passed"),
@@ -152,8 +152,8 @@ def steps_view(report: StepsReport, *, is_final: bool) -> StepsView:
     return StepsView(
         report=report,
         verdict=STATUS_VERDICTS[report.status] if is_final else None,
-        sentence=_sentence(report),
-        facts=_facts(report),
+        sentence=_sentence(report, is_final=is_final),
+        facts=_facts(report, is_final=is_final),
         curves=_curves(steps),
         checks=tuple(map(_check_row, report.checks)),
         memory_source="" if report.memory is None else _MEMORY_SOURCES[report.memory.source],
@@ -164,42 +164,58 @@ def steps_view(report: StepsReport, *, is_final: bool) -> StepsView:
     )
 
 
-def _sentence(report: StepsReport) -> str:
+def _sentence(report: StepsReport, *, is_final: bool) -> str:
     if report.failure is not None:
         return report.failure.message
+    if not is_final and not report.steps and not report.checks:
+        return "no step has ended yet"
     passed = sum(check.status is CheckStatus.PASSED for check in report.checks)
     failed = [check.name.replace("_", " ") for check in report.checks if check.status is CheckStatus.FAILED]
     said = f"{len(report.steps)} steps, {report.num_replays} replayed; {passed} checks passed"
     return said + (f", failed: {', '.join(failed)}" if failed else "")
 
 
-def _facts(report: StepsReport) -> tuple[Fact, ...]:
+_NOT_YET = "—"
+
+
+def _facts(report: StepsReport, *, is_final: bool) -> tuple[Fact, ...]:
+    """The figures of the headline row; what a running job has not come to is not called unknown."""
     times, memory, devices = report.times, report.memory, report.devices
-    last = report.steps[-1].metrics.loss if report.steps else None
     rate = report.overflow_rate
     mode = f"retry, look-ahead {report.look_ahead}" if report.retry else "no retry"
     retry = report.retry_seconds
     replay = (Fact("A replay adds", format_seconds(retry[1]), f"to a step of {format_seconds(retry[0])}"),) if retry else ()
-    return (
-        Fact("Last loss", _number(last), f"after {len(report.steps)} steps", strong=True),
+    last = _number(report.steps[-1].metrics.loss) if report.steps else UNKNOWN
+    of_steps = f"of the steps; {mode}" if report.steps else "of the steps"
+    facts = (
+        Fact("Last loss", last, f"after {len(report.steps)} steps", strong=True),
         Fact("Median step", format_seconds(times.median_seconds if times else None), "warm-up apart", strong=True),
         Fact("Tokens/s", format_count(round(times.tokens_per_second) if times else None), "all devices together", strong=True),
-        Fact("Overflow", "unknown" if rate is None else f"{100 * rate:.0f} %", f"of the steps; {mode}", strong=True),
+        Fact("Overflow", UNKNOWN if rate is None else f"{100 * rate:.0f} %", of_steps, strong=True),
         Fact("Predicted", format_bytes(memory.predicted_bytes if memory else None), "peak per device, ahead of time"),
         Fact("Measured", format_bytes(memory.measured_bytes if memory else None), _ratio(memory)),
-        Fact("Devices", f"{devices.num_devices} × {devices.kind}" if devices else "unknown", _axes(report)),
+        Fact("Devices", f"{devices.num_devices} × {devices.kind}" if devices else UNKNOWN, _axes(report)),
         Fact("Parameters", format_parameters(report.num_parameters), "of the model that ran"),
         *replay,
+    )
+    # The comparison of memory comes whole: once it is there, what is unknown in it stays so.
+    return tuple(
+        replace(fact, value=_NOT_YET, hint="not yet")
+        if not is_final and fact.value == UNKNOWN and not (fact.label == "Measured" and memory is not None)
+        else fact
+        for fact in facts
     )
 
 
 def _ratio(memory: MemoryComparison | None) -> str:
-    if memory is None or memory.ratio is None:
-        return "not told by the backend"
-    return f"{memory.ratio:.3f} × the prediction"
+    if memory is None:
+        return "nothing was measured"
+    return "not told by the backend" if memory.ratio is None else f"{memory.ratio:.3f} × the prediction"
 
 
 def _axes(report: StepsReport) -> str:
+    if not report.mesh:
+        return "no mesh"
     return " × ".join(f"{name} {size}" for name, size in report.mesh.items() if size > 1) or "one device"
 
 

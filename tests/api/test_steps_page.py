@@ -103,6 +103,23 @@ def test_a_running_job_has_no_verdict_yet() -> None:
     assert steps_view(make_report(), is_final=False).verdict is None
 
 
+def test_what_a_running_job_has_not_come_to_is_not_called_unknown() -> None:
+    findings = Findings()
+    begun = steps_view(findings.report(), is_final=False)
+    assert begun.sentence == "no step has ended yet"
+    assert {(fact.value, fact.hint) for fact in begun.facts} == {("—", "not yet")}
+    findings.apply("known", {"mesh": {"fsdp": 2, "context": 4}, "num_parameters": 671})
+    findings.apply("step", {"steps": [step(0, None)]})
+    facts = {fact.label: fact.value for fact in steps_view(findings.report(), is_final=False).facts}
+    assert (facts["Last loss"], facts["Median step"], facts["Overflow"], facts["Parameters"]) == ("not finite", "—", "0 %", "671")
+
+
+def test_what_a_job_that_ended_never_came_to_is_unknown() -> None:
+    view = steps_view(StepsReport(status=StepsStatus.FAILED, phase="devices"), is_final=True)
+    assert {fact.value for fact in view.facts} == {"unknown"}
+    assert view.facts[5].hint == "nothing was measured"
+
+
 def test_what_a_lost_job_knew_is_shown_from_its_last_attempts_events() -> None:
     events = [
         event(1, "claimed", {"attempt": 1}),
