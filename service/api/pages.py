@@ -52,10 +52,18 @@ def _environment() -> Environment:
         share=units.format_share,
         rate=lambda per_second: f"{per_second:,.0f}",
         ratio=lambda ratio: units.UNKNOWN if ratio is None else f"{ratio:.2f}×",
+        number=lambda value: "" if value is None else str(value).removesuffix(".0"),
+        precise_seconds=precise_seconds,
         words=lambda name: name.replace("_", " "),
     )
     environment.globals["static"] = static_files.static_url
     return environment
+
+
+def precise_seconds(seconds: float) -> str:
+    """Seconds with three digits that count: what a hundredth of the steps adds must not be rounded away."""
+    factor, unit = next(((factor, unit) for factor, unit in ((1, "s"), (1e3, "ms")) if seconds * factor >= 1), (1e6, "µs"))
+    return f"{seconds * factor:,.0f} {unit}" if seconds * factor >= 1000 else f"{seconds * factor:#.3g} {unit}".replace(". ", " ")
 
 
 def render(name: str, context: Any, status: int = 200) -> HTMLResponse:
@@ -104,11 +112,17 @@ def jobs_page(
 
 
 @router.get("/jobs/{job_id}")
-def job_page(store: StoreDep, job_id: str, program: str = "", candidate_seconds: str = "", dropless_seconds: str = "") -> Response:
+def job_page(
+    store: StoreDep, settings: SettingsDep, job_id: str, program: str = "", candidate_seconds: str = "", dropless_seconds: str = ""
+) -> Response:
     """One job, with the report of one program; measured step times, where both are given, say what retrying costs."""
     # Before the job: a page that calls it running must not have seen its `finished`, or it would wait for that for ever.
     events = store.list_events(job_id)
     job = store.get_job(job_id)
+    nobody = ""
+    if job.status is JobStatus.QUEUED:
+        now = datetime.now(UTC)
+        nobody = list_contexts.why_nobody_takes(job.kind, store.list_workers(), now=now, lease_seconds=settings.lease_seconds)
     candidate, dropless = _positive(candidate_seconds), _positive(dropless_seconds)
     context = job_context(
         job,
@@ -117,6 +131,8 @@ def job_page(store: StoreDep, job_id: str, program: str = "", candidate_seconds:
         events=events,
         artifacts=store.list_artifacts(job_id),
         real_steps=find_steps(store, job) if job.kind == "steps" else None,
+        previous=store.find_previous_answer(job_id),
+        nobody=nobody,
         step_seconds=None if candidate is None or dropless is None else (candidate, dropless),
     )
     return render("job.html", context)

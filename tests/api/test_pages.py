@@ -6,7 +6,8 @@ import gzip
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -15,12 +16,16 @@ from fastapi.testclient import TestClient
 from service.api import charts
 from service.api.compare_context import compare_context
 from service.api.job_context import job_context, json_for_script, program_view
-from service.api.pages import render
+from service.api.pages import precise_seconds, render
+from service.api.phase_words import failure_title, phase_words, words_of
 from service.api.static_files import static_url
-from service.records import BUFFER_CLASSES, Collective, Failure, FailureKind, JobStatus, Peak, Report, ReportStatus
+from service.records import BUFFER_CLASSES, Collective, Event, Failure, FailureKind, JobStatus, Peak, Report, ReportStatus
 from service.resources import resource_directory
+from service.steps.interface import PHASES
+from service.storage.interface import WorkerStatus
 from service.storage.store import SqlStore
 from tests.browser.samples import NUM_POINTS, PEAK_INDEX, make_job, make_report
+from tests.browser.stored import add, claim, queue, start
 
 CSS = (resource_directory("web") / "static" / "site.css").read_text()
 
@@ -237,6 +242,32 @@ def test_a_pair_stands_on_the_page_of_a_spec_that_retries() -> None:
     assert job_context(make_job(), reports, program=None, events=[], artifacts=[]).pair is None
 
 
+def test_measured_times_say_what_retrying_costs_and_nonsense_is_ignored(client: TestClient, store: SqlStore) -> None:
+    job_id = queue(store, "retries", ("candidate", "dropless"), moe={"retry_when_tokens_dropped": True})
+    lease = claim(store, job_id)
+    for report in (make_report(), make_report("dropless", scale=1.7)):
+        store.save_report(lease, report)
+    store.finish_job(lease, JobStatus.SUCCEEDED)
+    html = client.get(f"/jobs/{job_id}?candidate_seconds=3&dropless_seconds=4").text
+    assert "here <strong>25.0 %</strong>" in html
+    costs = re.findall(r'data-label="([0-9.]+) % of the steps overflow">([^<]+)</td>', html)
+    assert {"0.0": "3.00 s", "1.0": "3.04 s", "10.0": "3.40 s", "100.0": "7.00 s"}.items() <= dict(costs).items()
+    assert re.search(r'name="candidate_seconds"[^>]* value="3"', html)
+    for nonsense in ("", "abc", "0", "-3", "nan", "inf", "1e999", "3 s", "<b>"):
+        answer = client.get(f"/jobs/{job_id}", params={"candidate_seconds": nonsense, "dropless_seconds": "4"})
+        assert answer.status_code == 200
+        assert "Cost of retrying" in answer.text
+        assert "step-costs" not in answer.text
+        assert re.search(r'name="candidate_seconds"[^>]* value=""', answer.text), nonsense
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.04, "3.04 s"), (0.0123, "12.3 ms"), (123.4, "123 s"), (4567.0, "4,567 s"), (2e-5, "20.0 µs")]
+)
+def test_step_times_keep_three_digits(seconds: float, text: str) -> None:
+    assert precise_seconds(seconds) == text
+
+
 def test_templates_compute_nothing() -> None:
     for path in (resource_directory("web") / "templates").glob("*.html"):
         for expression in re.findall(r"\{\{(.*?)\}\}|\{%(.*?)%\}", path.read_text()):
@@ -306,6 +337,73 @@ def test_pages_answer_while_nothing_was_ever_weighed(client: TestClient) -> None
     for path in ("/", "/jobs", "/catalog", "/submit", "/compare"):
         assert client.get(path).status_code == 200, path
     assert "Nothing has been weighed yet" in client.get("/").text
+
+
+def test_a_job_leads_to_the_comparison_with_the_answer_before_it(client: TestClient, store: SqlStore) -> None:
+    first, second = add(store, "wide", [make_report()]), add(store, "wide", [make_report(scale=1.5)])
+    assert f'href="/compare?base={first}&amp;head={second}"' in client.get(f"/jobs/{second}").text
+    assert "previous answer" not in client.get(f"/jobs/{first}").text
+
+
+def test_a_waiting_job_says_that_no_worker_will_take_it(client: TestClient, store: SqlStore) -> None:
+    job_id = queue(store, "waits", ("steps",), kind="steps")
+    assert "No worker is running: this job waits" in client.get(f"/jobs/{job_id}").text
+    now = datetime.now(UTC)
+    worker = WorkerStatus(id="w", host="mill", pid=7, kinds=("compile",), slots=2, memory_bytes=9, started_at=now, seen_at=now)
+    store.record_worker(worker)
+    assert "No running worker takes jobs of kind steps: this job waits" in client.get(f"/jobs/{job_id}").text
+    store.record_worker(worker.model_copy(update={"kinds": ("compile", "steps")}))
+    assert "this job waits" not in client.get(f"/jobs/{job_id}").text
+    store.record_worker(worker.model_copy(update={"kinds": ("steps",), "seen_at": now - timedelta(seconds=3600)}))
+    assert "No worker is running: this job waits" in client.get(f"/jobs/{job_id}").text
+
+
+def test_a_failed_job_says_so_first_with_the_phase_in_words(client: TestClient, store: SqlStore) -> None:
+    job_id, lease = start(store, "broken", ("candidate", "dropless"))
+    failure = Failure(kind=FailureKind.LOWERING, message="halo of 9 tokens exceeds the 8 in each chunk")
+    store.save_report(lease, Report(program="candidate", status=ReportStatus.FAILED, depth="memory", failure=failure))
+    store.append_event(lease, "progress", {"program": "dropless", "name": "analyse", "seconds": 9.0, "data": {}})
+    store.save_report(lease, make_report("dropless"))
+    store.finish_job(lease, JobStatus.FAILED, failure=failure)
+    assert '<h2 id="failure">Failed: error while tracing candidate</h2>' in client.get(f"/jobs/{job_id}").text
+
+
+def test_every_failure_has_words_and_a_cancelled_job_did_not_fail() -> None:
+    titles = {kind: failure_title(Failure(kind=kind, message="m"), "compiling dropless") for kind in FailureKind}
+    assert titles[FailureKind.CRASHED] == "Failed: crashed while compiling dropless"
+    assert titles[FailureKind.CANCELLED] == "Cancelled while compiling dropless"
+    assert failure_title(Failure(kind=FailureKind.LOST, message="m"), "") == "Failed: the worker was lost"
+
+
+def test_the_phase_is_the_last_attempts_and_every_phase_of_steps_has_words() -> None:
+    def event(number: int, name: str, data: Mapping[str, str] | None = None) -> Event:
+        return Event(job_id="j", sequence=number, name=name, data=data or {}, created_at=datetime(2026, 3, 4, tzinfo=UTC))
+
+    events = [
+        event(1, "claimed"),
+        event(2, "progress", {"program": "candidate", "name": "lower"}),
+        event(3, "claimed"),
+        event(4, "progress", {"program": "candidate", "name": "trace"}),
+        event(5, "progress", {"program": "dropless", "name": "topology"}),
+    ]
+    assert phase_words(events) == "setting up the topology for dropless"
+    assert phase_words(events, "candidate") == "tracing candidate"
+    assert phase_words(events[:3]) == ""
+    assert [phase for phase in PHASES if not words_of(phase, "steps")] == ["done"]
+
+
+def test_a_finding_of_a_comparison_stands_on_its_page(client: TestClient, store: SqlStore) -> None:
+    ids = []
+    for save in ([], ["mla_q"]):
+        ids.append(queue(store, "remat", train={"remat": {"policy": "full", "save": save}}))
+        lease = claim(store, ids[-1])
+        store.save_report(lease, make_report())
+        store.finish_job(lease, JobStatus.SUCCEEDED)
+    html = client.get(f"/compare?base={ids[0]}&head={ids[1]}").text
+    assert "train.remat.save changed, and peak, allocated, host and saved bytes are the same to the byte" in html
+    assert "name tensors that this model has" in html
+    assert "Buffers that changed" not in html
+    assert 'id="findings"' not in client.get(f"/compare?base={ids[0]}&head={ids[0]}").text
 
 
 def test_a_wrong_spec_comes_back_with_its_text_and_every_problem(client: TestClient) -> None:

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
-from service.records import Failure, FailureKind, Report, ReportStatus
+from service.records import Failure, FailureKind, JobStatus, Report, ReportStatus
 from service.settings import Settings
 from service.storage.store import open_store
 from tests.browser.samples import make_report
-from tests.browser.stored import add, start
+from tests.browser.stored import add, claim, queue, start
 
 PATIENCE_MILLISECONDS = 60_000
 """For a page to open and to become as it should be. It takes a fraction of a second where nothing else runs; more is no failure."""
@@ -48,6 +48,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site.jobs["later"] = add(store, "deepseek-v3-671b-v5p-512", [make_report(scale=1.12), make_report("dropless", scale=1.9)])
     site.jobs["over"] = add(store, "deepseek-v3-671b-v5p-128", [make_report(scale=4)])
     site.jobs["failed"] = add(store, "broken-v5p-8", [failed], failure=crash)
+    site.jobs["retries"] = queue(store, "retries-v5p-512", ("candidate", "dropless"), moe={"retry_when_tokens_dropped": True})
+    lease = claim(store, site.jobs["retries"])
+    for report in (make_report(), make_report("dropless", scale=1.7)):
+        store.save_report(lease, report)
+    store.finish_job(lease, JobStatus.SUCCEEDED)
     site.jobs["running"] = start(store, "a-scenario-with-quite-a-long-name-that-still-has-to-fit-a-narrow-screen")[0]
     store.close()
     environment = os.environ | {

@@ -7,8 +7,13 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
+from service.records import Collective, CollectiveTotals, JobStatus
+from service.steps.findings import Findings
+from service.storage.store import open_store
+from tests.api.test_steps_page import step as make_step
 from tests.browser.conftest import Visit
 from tests.browser.samples import PEAK_INDEX, make_report
+from tests.browser.stored import add, claim, queue
 
 pytestmark = pytest.mark.browser
 
@@ -72,6 +77,10 @@ def test_the_filter_keeps_rows_that_hold_every_word(visit: Visit) -> None:
     page.get_by_label("Filter").fill("second moment w_gate")
     expect(page.locator("#buffer-table tbody tr:visible")).to_have_count(1)
     expect(page.locator("[data-filter-count]")).to_have_text("1 of 43")
+    expect(page.get_by_text("No buffer matches.")).to_be_hidden()
+    page.get_by_label("Filter").fill("second moment of nothing")
+    expect(page.locator("#buffer-table tbody tr:visible")).to_have_count(0)
+    expect(page.get_by_text("No buffer matches.")).to_be_visible()
 
 
 def test_a_buffer_shows_its_lifetime_on_the_timeline(visit: Visit) -> None:
@@ -94,8 +103,46 @@ def test_each_program_has_a_page_of_its_own(visit: Visit) -> None:
 
 def test_a_failure_shows_its_kind_and_its_log_as_text(visit: Visit) -> None:
     page = visit.open(f"/jobs/{visit.site.jobs['failed']}")
-    expect(page.get_by_role("heading", name="Crashed")).to_be_visible()
+    expect(page.get_by_role("heading", name="Failed: crashed while tracing candidate")).to_be_visible()
     expect(page.get_by_text("F0000 Check <failed>: x > y")).to_be_visible()
+
+
+def edges(page: Page, selector: str) -> tuple[float, float]:
+    """Upper and lower edge of the first element that matches, in pixels of the page."""
+    box = page.locator(selector).first.bounding_box()
+    assert box is not None
+    return box["y"], box["y"] + box["height"]
+
+
+def test_the_highest_label_of_a_curve_stands_below_its_title(visit: Visit) -> None:
+    store = open_store(visit.site.settings)
+    job_id = queue(store, "curves", ("steps",), kind="steps")
+    lease = claim(store, job_id, "steps")
+    findings = Findings()
+    # Steps of half a second each are drawn between 0.495 s and 0.505 s, and both are lines of the scale: the edges of the drawing.
+    findings.apply("step", {"steps": [make_step(index, 5.0) for index in range(3)]})
+    store.save_steps_report(lease, findings.report())
+    store.finish_job(lease, JobStatus.SUCCEEDED)
+    store.close()
+    page = visit.open(f"/jobs/{job_id}")
+    for number in range(page.locator("figure.curve").count()):
+        figure = f"figure.curve >> nth={number}"
+        labels = page.locator(figure).locator("svg text").all()
+        highest = min(box["y"] for label in labels if (box := label.bounding_box()))
+        assert edges(page, f"{figure} >> figcaption")[1] <= highest
+
+
+def test_the_bar_of_a_collective_keeps_clear_of_its_caption(visit: Visit) -> None:
+    collective = Collective(
+        kind="all-gather", is_known=True, axes=("fsdp",), group_size=16, link="ici", module="moe", phase="forward", is_compiler_made=False,
+        static_count=1, per_step_count=58, payload_bytes=7 << 30, wire_bytes=3 << 30, wire_factor="(n-1)/n", link_seconds=0.5, names=("x",),
+    )  # fmt: skip
+    totals = CollectiveTotals(static_count=1, per_step_count=58, ici_wire_bytes=3 << 30, dcn_wire_bytes=0, link_seconds=0.5)
+    store = open_store(visit.site.settings)
+    job_id = add(store, "links", [make_report().model_copy(update={"collectives": (collective,), "collective_totals": totals})])
+    store.close()
+    page = visit.open(f"/jobs/{job_id}")
+    assert edges(page, "td.wire .sub")[0] - edges(page, "td.wire .bar")[1] >= 4
 
 
 @pytest.mark.parametrize("visit", [DARK], indirect=True)
@@ -146,6 +193,7 @@ def weakest_contrast(page: Page) -> float:
         "/jobs/{over}",
         "/jobs/{failed}",
         "/jobs/{running}",
+        "/jobs/{retries}?candidate_seconds=3&dropless_seconds=4",
         "/catalog",
         "/submit",
         "/compare",

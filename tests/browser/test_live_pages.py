@@ -11,7 +11,7 @@ from service.records import JobStatus
 from service.storage.store import open_store
 from tests.browser.conftest import Visit
 from tests.browser.samples import make_report
-from tests.browser.stored import add, start
+from tests.browser.stored import add, claim, queue, start
 
 pytestmark = pytest.mark.browser
 
@@ -28,6 +28,60 @@ def test_a_running_job_tells_its_phases_and_turns_into_its_report(visit: Visit) 
     store.close()
     expect(page.get_by_role("region", name="Verdict")).to_contain_text("needs 28.04 GiB")
     expect(page.get_by_role("heading", name="Running")).to_have_count(0)
+
+
+def test_the_headline_follows_a_job_from_the_queue_through_its_phases(visit: Visit) -> None:
+    store = open_store(visit.site.settings)
+    job_id = queue(store, "followed")
+    page = visit.open(f"/jobs/{job_id}")
+    headline = page.locator("#progress")
+    expect(headline).to_have_text(re.compile("Queued"), use_inner_text=True)
+    expect(page.get_by_text("No worker is running")).to_be_visible()
+    lease = claim(store, job_id)
+    expect(headline).to_have_text(re.compile(r"^\s*Running\s*$"), use_inner_text=True)
+    expect(page.get_by_text("No worker is running")).to_have_count(0)
+    expect(page.locator(".facts").get_by_text("Running")).to_be_visible()
+    store.append_event(lease, "progress", {"program": "candidate", "name": "compile", "seconds": 3.5, "data": {}})
+    expect(headline).to_have_text(re.compile(r"Running\s+compiling candidate"), use_inner_text=True)
+    store.request_cancel(job_id)
+    expect(headline).to_have_text(re.compile("cancelling"), use_inner_text=True)
+    store.release_job(lease, reason="the worker was told to stop")
+    store.close()
+    expect(page.get_by_text("Cancelled").first).to_be_visible()
+
+
+def test_a_job_whose_worker_was_lost_is_queued_again_in_its_headline(visit: Visit) -> None:
+    store = open_store(visit.site.settings)
+    job_id, lease = start(store, "dropped")
+    page = visit.open(f"/jobs/{job_id}")
+    headline = page.locator("#progress")
+    expect(headline).to_have_text(re.compile(r"Running\s+tracing candidate"), use_inner_text=True)
+    store.release_job(lease, reason="the worker was told to stop")
+    expect(headline).to_have_text(re.compile(r"^\s*Queued\s*$"), use_inner_text=True)
+    store.request_cancel(job_id)
+    store.close()
+
+
+@pytest.mark.parametrize("visit", [{}, {"java_script_enabled": False}, {"viewport": {"width": 390, "height": 844}}], indirect=True)
+def test_two_jobs_ticked_in_the_list_are_compared(visit: Visit) -> None:
+    page = visit.open("/jobs")
+    for name in ("later", "fits"):
+        page.get_by_role("checkbox", name=re.compile(visit.site.jobs[name])).check()
+    page.get_by_role("button", name="Compare the two ticked").click()
+    expect(page.get_by_label("Base")).to_have_value(visit.site.jobs["fits"])
+    expect(page.get_by_role("region", name="Verdict")).to_contain_text("The peak grew by 5.47 GiB")
+
+
+def test_what_was_ticked_stays_so_when_the_list_changes(visit: Visit) -> None:
+    page = visit.open("/jobs")
+    box = page.get_by_role("checkbox", name=re.compile(visit.site.jobs["fits"]))
+    box.check()
+    store = open_store(visit.site.settings)
+    add(store, "arrives-meanwhile", [make_report()])
+    store.close()
+    expect(page.get_by_role("link", name="arrives-meanwhile")).to_be_visible()
+    expect(box).to_be_checked()
+    expect(box).to_be_focused()
 
 
 def test_a_wrong_spec_is_shown_again_beside_everything_that_is_wrong(visit: Visit) -> None:

@@ -1,4 +1,4 @@
-// Follows a running job: adds each event to the list as it happens, and loads the page again when the job has ended.
+// Follows a running job: tells its state and phase, adds each event to the list as it happens, and loads the page again when it has ended.
 
 const panel = document.querySelector("[data-progress]");
 
@@ -39,13 +39,29 @@ function refreshCurves() {
   }, 2000);
 }
 
+// The state in the headline: which of the two the server wrote is shown, and the phase in the words it gave.
+function tellState(name, data) {
+  const phase = panel.querySelector("[data-phase]");
+  const words = JSON.parse(panel.dataset.words)[data.name];
+  const isRunning = { claimed: true, progress: true, released: false, lease_lost: false }[name];
+  if (isRunning !== undefined) {
+    for (const state of document.querySelectorAll("[data-state]")) state.hidden = (state.dataset.state === "running") !== isRunning;
+    if (isRunning) panel.querySelector("[data-nobody]")?.remove();
+  }
+  if (isRunning === false || name === "claimed") phase.textContent = "";
+  if (name === "progress" && words) phase.textContent = data.program === "steps" ? words : `${words} ${data.program}`;
+  if (name === "cancel_requested") panel.querySelector("[data-cancelling]").hidden = false;
+}
+
 if (panel) {
   const list = panel.querySelector("[data-steps]");
   const source = new EventSource(`${panel.dataset.events}?after=${panel.dataset.after}`);
   const names = ["queued", "claimed", "progress", "report", "cancel_requested", "released", "lease_lost", "finished"];
   for (const name of names) {
     source.addEventListener(name, (event) => {
-      const line = describe(name, JSON.parse(event.data));
+      const data = JSON.parse(event.data);
+      const line = describe(name, data);
+      tellState(name, data);
       refreshCurves();
       if (!line) return;
       const [title, detail] = line;

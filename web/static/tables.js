@@ -41,6 +41,7 @@ function limit(table) {
   const input = document.querySelector(`input[data-filter="${table.id}"]`);
   const more = document.querySelector(`button[data-more="${table.id}"]`);
   const count = input?.closest("label").querySelector("[data-filter-count]");
+  const none = document.querySelector(`[data-none="${table.id}"]`);
   const most = Number(table.dataset.first ?? Infinity);
   let all = false;
 
@@ -53,6 +54,7 @@ function limit(table) {
       row.hidden = !matches || (!all && matching > most);
     }
     if (count) count.textContent = words.length ? `${matching} of ${table.tBodies[0].rows.length}` : "";
+    if (none) none.hidden = matching > 0;
     if (more) {
       more.hidden = all || matching <= most;
       more.textContent = `Show all ${matching}`;
