@@ -15,9 +15,10 @@ from fastapi.testclient import TestClient
 
 from service.api import charts
 from service.api.compare_context import compare_context
-from service.api.job_context import job_context, json_for_script, program_view
+from service.api.job_context import job_context
 from service.api.pages import precise_seconds, render
 from service.api.phase_words import failure_title, phase_words, words_of
+from service.api.program_context import json_for_script, program_view
 from service.api.static_files import static_url
 from service.records import BUFFER_CLASSES, Collective, Event, Failure, FailureKind, JobStatus, Peak, Report, ReportStatus
 from service.resources import resource_directory
