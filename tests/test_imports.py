@@ -15,6 +15,7 @@ HEAVY = {"jax", "jaxlib", "flax", "libtpu", "xprof", "optax"}
 
 SHARED = {
     "service.records",
+    "service.diff_records",
     "service.steps_records",
     "service.errors",
     "service.units",

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from service.compile.diff import diff_reports
-from service.records import PartDiff, Report, ReportDiff
+from service.diff_records import PartDiff, ReportDiff
+from service.records import Report
 from service.units import UNKNOWN, format_bytes, format_count, format_delta
 from weighbridge.client import Client
 from weighbridge.documents import DocumentError, read_document, to_json

@@ -10,7 +10,8 @@ from typing import Any
 from service.api import charts
 from service.api.contexts import VERDICTS, Moment, Verdict, moment, topology_sentence
 from service.compile.diff import diff_reports
-from service.records import BufferDiff, FieldDiff, Job, PartDiff, Report, ReportDiff
+from service.diff_records import BufferDiff, FieldDiff, PartDiff, ReportDiff
+from service.records import Job, Report
 from service.units import format_bytes, format_delta
 from service.verdict_text import governing
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from service.records import Buffer, BufferDiff, Collective, CollectiveDiff, FieldDiff, Finding, HaloUse, PartDiff, Report, ReportDiff
+from service.diff_records import BufferDiff, CollectiveDiff, FieldDiff, PartDiff, ReportDiff
+from service.records import Buffer, Collective, Finding, HaloUse, Report
 
 _TOTALS = (
     "peak_bytes",

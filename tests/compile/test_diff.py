@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.compile.diff import diff_reports
-from service.records import Buffer, Collective, HaloUse, Report, ReportDiff, ReportStatus, Toolchain
+from service.diff_records import ReportDiff
+from service.records import Buffer, Collective, HaloUse, Report, ReportStatus, Toolchain
 
 CLASSES = ("parameters", "saved_activations", "temporaries")
 
