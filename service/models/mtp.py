@@ -95,7 +95,10 @@ class Mtp(nnx.Module):
         def depth(module: MtpModule, carry: tuple[Array, Ahead]) -> tuple[tuple[Array, Ahead], tuple[Array, Ahead, MoeMetrics | None]]:
             hidden, ahead = carry
             ahead = ahead.deeper(places.segment_ids, places.order)
-            hidden, metrics = module(hidden, embed(ahead.tokens), places)
+            # What does not count is padding to the block: no expert's buffer, load or balance sees a token that looks into another
+            # document. No position that counts reads one, for all that stand before it in its document count too.
+            counted = places._replace(segment_ids=jnp.where(ahead.counts, places.segment_ids, 0))
+            hidden, metrics = module(hidden, embed(ahead.tokens), counted)
             return (hidden, ahead), (module.final_norm(hidden), ahead, metrics)
 
         def depth_loss(out: tuple[Array, Ahead]) -> WeightedLoss:
