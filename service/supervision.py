@@ -55,7 +55,7 @@ class Ending:
     peak_rss_bytes: int
     """Largest resident memory of the whole group that was seen; looked at every `TICK_SECONDS`."""
     log: bytes
-    """The last of what it printed on stderr."""
+    """The last of what it printed on stderr; of a child that was ended from here, up to the signal that asked it to end."""
     exit_code: int | None = None
     signal_number: int | None = None
     killed_for_host_memory: bool = False
@@ -100,6 +100,7 @@ def supervise(
 
     peak_rss = 0
     ended: Ended | None = None
+    log_bytes: int | None = None
     try:
         with _Messages(process) as messages:
             messages.send(request)
@@ -119,6 +120,9 @@ def supervise(
                     ended = Ended.RSS_LIMIT
                 elif not is_wanted():
                     ended = Ended.CANCELLED
+            if ended is not Ended.EXITED:
+                # What is about to be sent makes libtpu print a crash's trace, which would look like the reason of the end.
+                log_bytes = log_path.stat().st_size
     finally:
         kill_group(process, at_once=ended is Ended.LAST_MESSAGE)
 
@@ -130,7 +134,7 @@ def supervise(
         ended,
         time.monotonic() - started,
         peak_rss,
-        _read_end(log_path),
+        _read_end(log_path, log_bytes),
         exit_code=process.returncode if process.returncode >= 0 else None,
         signal_number=signal_number,
         killed_for_host_memory=ended is Ended.SIGNALLED and signal_number == signal.SIGKILL and _count_kernel_kills() > kernel_kills,
@@ -264,10 +268,12 @@ def _count_kernel_kills() -> int:
     return 0
 
 
-def _read_end(path: Path) -> bytes:
+def _read_end(path: Path, size_bytes: int | None) -> bytes:
+    """The end of the first `size_bytes` of a log, or of all of it."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-            return file.read()
+            start = max(0, (path.stat().st_size if size_bytes is None else size_bytes) - _LOG_BYTES)
+            file.seek(start)
+            return file.read(-1 if size_bytes is None else size_bytes - start)
     except OSError:
         return b""

@@ -33,10 +33,20 @@ LOCK_PAUSE_SECONDS = 0.5
 class ChildCompiler:
     """The real `Compiler`: one child process per request, and nothing of it left afterwards."""
 
-    def __init__(self, capacity_cache: Path | None = None, *, command: Sequence[str] = CHILD_COMMAND) -> None:
-        """`capacity_cache` is the file HBM capacities are remembered in; without it each child asks the compiler again."""
+    def __init__(
+        self,
+        capacity_cache: Path | None = None,
+        *,
+        command: Sequence[str] = CHILD_COMMAND,
+        wall_setting: str = f"{PREFIX}CHILD_WALL_SECONDS",
+    ) -> None:
+        """`capacity_cache` is the file HBM capacities are remembered in; without it each child asks the compiler again.
+
+        `wall_setting` is what whoever is at the wall limit is told to raise.
+        """
         self._cache = CapacityCache(capacity_cache) if capacity_cache is not None else None
         self._command = tuple(command)
+        self._wall_setting = wall_setting
 
     def __call__(
         self,
@@ -59,7 +69,7 @@ class ChildCompiler:
             left = limits.model_copy(update={"wall_seconds": max(0.0, deadline - time.monotonic())})
             ending = run.start(self._command, spec, left, is_cancelled)
             if not run.is_locked:
-                report = run.report or report_of_ending(request, spec, ending, limits, run.phase)
+                report = run.report or report_of_ending(request, spec, ending, limits, run.phase, wall_setting=self._wall_setting)
                 break
             if attempt < LOCK_ATTEMPTS:
                 on_event(ProgressEvent(name="retry", seconds=ending.seconds, data={"reason": "libtpu was being loaded by another process"}))
@@ -129,7 +139,7 @@ class _Run:
         return False
 
 
-def report_of_ending(request: CompileRequest, spec: Spec, ending: Ending, limits: ChildLimits, phase: str) -> Report:
+def report_of_ending(request: CompileRequest, spec: Spec, ending: Ending, limits: ChildLimits, phase: str, *, wall_setting: str) -> Report:
     """The report of a child that sent none: killed at a limit, cancelled, crashed, or never started."""
     where = f"during {phase}"
     after = f"after {format_seconds(ending.seconds)}"
@@ -138,9 +148,7 @@ def report_of_ending(request: CompileRequest, spec: Spec, ending: Ending, limits
         case Ended.CANCELLED:
             failure = Failure(kind=FailureKind.CANCELLED, message=f"cancelled {where}, {after}")
         case Ended.WALL_LIMIT:
-            message = (
-                f"killed {where}: it ran longer than {format_seconds(limits.wall_seconds)}; raise {PREFIX}CHILD_WALL_SECONDS to allow more"
-            )
+            message = f"killed {where}: it ran longer than {format_seconds(limits.wall_seconds)}; raise {wall_setting} to allow more"
             failure = Failure(kind=FailureKind.KILLED_WALL, message=message)
         case Ended.RSS_LIMIT:
             message = (

@@ -15,6 +15,7 @@ from service.compile.failures import find_check_failure, read_log_tail
 from service.compile.interface import ChildLimits, ProgressEvent
 from service.compile.toolchain import read_toolchain
 from service.records import Failure, FailureKind
+from service.settings import PREFIX
 from service.spec import parse_spec
 from service.steps.devices import steps_environment
 from service.steps.findings import Findings
@@ -27,10 +28,14 @@ CHILD = (sys.executable, "-m", "service.steps.child")
 
 
 class ChildSteps:
-    """A `StepsRunner` that runs a child process. `command` is for tests, which bring a child of their own."""
+    """A `StepsRunner` that runs a child process. `command` is for tests, which bring a child of their own.
 
-    def __init__(self, command: Sequence[str] = CHILD) -> None:
+    `wall_setting` is what whoever is at the wall limit is told to raise.
+    """
+
+    def __init__(self, command: Sequence[str] = CHILD, *, wall_setting: str = f"{PREFIX}CHILD_WALL_SECONDS") -> None:
         self._command = tuple(command)
+        self._wall_setting = wall_setting
 
     def __call__(
         self,
@@ -86,10 +91,10 @@ class ChildSteps:
             return report
         # A child that ended before it was looked at has no figure, which is not one of 0.
         findings.apply("known", {"child_peak_rss_bytes": ending.peak_rss_bytes or None})
-        return _partial(findings, ending, limits)
+        return _partial(findings, ending, limits, self._wall_setting)
 
 
-def _partial(findings: Findings, ending: Ending, limits: ChildLimits) -> StepsReport:
+def _partial(findings: Findings, ending: Ending, limits: ChildLimits, wall_setting: str) -> StepsReport:
     """What was known when the child ended without a report of its own, and how it ended."""
     where = f"in phase {findings.phase} after {ending.seconds:.0f} s and {len(findings.steps)} steps"
     log_tail = read_log_tail(ending.log)
@@ -98,7 +103,8 @@ def _partial(findings: Findings, ending: Ending, limits: ChildLimits) -> StepsRe
         case Ended.CANCELLED:
             kind, message = FailureKind.CANCELLED, f"cancelled {where}"
         case Ended.WALL_LIMIT:
-            kind, message = FailureKind.KILLED_WALL, f"killed {where}: the wall limit is {limits.wall_seconds:.0f} s"
+            kind = FailureKind.KILLED_WALL
+            message = f"killed {where}: the wall limit is {limits.wall_seconds:.0f} s; raise {wall_setting} to allow more"
         case Ended.RSS_LIMIT:
             status, kind = StepsStatus.DOES_NOT_FIT, FailureKind.KILLED_RSS
             held, limit = format_bytes(ending.peak_rss_bytes), format_bytes(limits.rss_bytes)

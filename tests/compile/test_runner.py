@@ -25,6 +25,16 @@ COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("scripted_child.py
 GENEROUS = ChildLimits(wall_seconds=60, rss_bytes=2 << 30)
 
 
+DIES_LOUDLY = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("*** SIGTERM received; stack trace: ***", file=sys.stderr, flush=True))
+print("the log's last line", file=sys.stderr, flush=True)
+print('{"event": "progress", "name": "compile", "seconds": 1, "data": {"loud": true}}', flush=True)
+time.sleep(600)
+"""
+"""As libtpu does on SIGTERM. No lifeline, whose closed stdin may end a child before the signal comes."""
+
+
 def make_spec(scenario: str, **sections: Any) -> dict[str, Any]:
     model = {"preset": "tiny", "engram": None, "mtp": {"depth": 0}, "mhc": {"num_streams": 1}}
     return {"scenario": scenario, "model": model, "train": {"seq_len": 64}, "mesh": {"topology": "v5e-4", "fsdp": 4}, **sections}
@@ -110,6 +120,17 @@ def test_a_child_that_ignores_sigterm_is_killed_all_the_same(trial: Callable[[st
     report = run.run(is_cancelled=lambda: "deaf" in run.data)
     assert report.failure is not None
     assert report.failure.kind is FailureKind.CANCELLED
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "wall limit"])
+def test_the_log_of_a_child_that_was_ended_stops_where_it_was_told_to_end(trial: Callable[[str], Trial], reason: str) -> None:
+    run = trial("any")
+    cancelled = {"is_cancelled": lambda: "loud" in run.data} if reason == "cancelled" else {}
+    report = run.run(ChildLimits(wall_seconds=60 if cancelled else 3), command=(sys.executable, "-c", DIES_LOUDLY), **cancelled)
+    assert "loud" in run.data
+    assert report.failure is not None
+    assert report.failure.kind is (FailureKind.CANCELLED if cancelled else FailureKind.KILLED_WALL)
+    assert report.failure.log_tail == "the log's last line"
 
 
 def test_rss_limit_kills_with_what_was_held(trial: Callable[[str], Trial]) -> None:

@@ -61,7 +61,7 @@ def test_a_failed_check_is_the_reports_status(tmp_path: Path) -> None:
     [
         ("killed", {}, StepsStatus.FAILED, FailureKind.CRASHED, "ended by SIGKILL in phase steps"),
         ("silent", {}, StepsStatus.FAILED, FailureKind.CRASHED, "exited with code 3 and without a report in phase steps"),
-        ("endless", {"wall_seconds": 1.5}, StepsStatus.FAILED, FailureKind.KILLED_WALL, "the wall limit is 2 s"),
+        ("endless", {"wall_seconds": 1.5}, StepsStatus.FAILED, FailureKind.KILLED_WALL, "2 s; raise WEIGHBRIDGE_CHILD_WALL_SECONDS"),
         ("hungry", {"rss_bytes": 300 << 20}, StepsStatus.DOES_NOT_FIT, FailureKind.KILLED_RSS, "the limit is 300.00 MiB"),
     ],
 )
