@@ -202,6 +202,24 @@ def test_both_depths_of_a_real_spec_agree_in_every_figure(weigh: Weigher) -> Non
     assert {path.name for path in kept.iterdir()} >= {"candidate.hlo_proto.pb", "candidate.lifetimes.json"}
 
 
+def test_files_that_cannot_be_kept_are_a_warning_beside_the_whole_answer(weigh: Weigher) -> None:
+    kept = weigh.directory / "kept"
+    # Nothing can be made below a file, whoever asks: the tests may run as root.
+    kept.write_text("a file")
+    report = weigh(sized("fits", 777 * 512))
+    assert (report.status, report.failure, report.peak_bytes) == (ReportStatus.OK, None, 777 * 512)
+    assert report.warnings == (f"the compiler's files were not kept in {kept}: File exists",)
+
+
+def test_half_of_what_was_to_be_kept_is_not_left(weigh: Weigher) -> None:
+    blocked = weigh.directory / "kept" / "candidate.lifetimes.json"
+    blocked.mkdir(parents=True)
+    report = weigh(sized("fits", 778 * 512))
+    assert report.status is ReportStatus.OK
+    assert [warning.rpartition(": ")[2] for warning in report.warnings] == ["Is a directory"]
+    assert list(blocked.parent.iterdir()) == [blocked]
+
+
 def test_two_children_at_once_both_succeed_without_a_known_capacity(tmp_path: Path) -> None:
     reports: dict[str, Report] = {}
     ready = threading.Barrier(2)
