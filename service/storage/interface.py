@@ -275,7 +275,8 @@ class Store(Protocol):
         A job's start is that of its newest claim, so that its duration is the last attempt's; the first claim stands in its events.
         First takes back every job whose lease has expired: it waits again, or is recorded as lost after `max_attempts`. Jobs are
         given strictly in order: where the oldest of these kinds needs more than `memory_bytes` (None: any amount), nothing is given, so
-        that a large job is never starved by small ones. A job waits while an identical one runs.
+        that a large job is never starved by small ones. A job waits while an identical one runs, and one of kind `steps` while
+        another runs on the same platform of the worker's host, as `record_worker` made it known.
         """
         ...
 

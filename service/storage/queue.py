@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, and_, exists, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, and_, exists, insert, or_, select, true, update
 
 from service.errors import NotFoundError
 from service.records import Event, Failure, FailureKind, JobStatus
 from service.storage.interface import Lease, LeaseLostError
-from service.storage.tables import events, jobs, reports, steps_reports
+from service.storage.tables import events, jobs, reports, steps_reports, workers
 
 QUEUED, RUNNING = JobStatus.QUEUED.value, JobStatus.RUNNING.value
 
@@ -134,8 +134,10 @@ def take_back_expired(connection: Connection, now: datetime, *, max_attempts: in
             requeue_job(connection, row["id"], attempts=row["attempts"])
 
 
-def oldest_claimable(connection: Connection, kinds: Sequence[str], platforms: Sequence[str]) -> RowMapping | None:
-    """The oldest waiting job of these kinds, for a worker with these devices, that does not wait for an identical one to end."""
+def oldest_claimable(connection: Connection, worker_id: str, kinds: Sequence[str], platforms: Sequence[str]) -> RowMapping | None:
+    """The oldest waiting job of these kinds, for a worker with these devices, that waits neither for an identical one to end nor for
+    devices that other steps hold.
+    """
     twin = jobs.alias("twin")
     twin_runs = exists().where(twin.c.identity == jobs.c.identity, twin.c.status == RUNNING)
     return (
@@ -147,6 +149,7 @@ def oldest_claimable(connection: Connection, kinds: Sequence[str], platforms: Se
                     jobs.c.kind.in_(kinds),
                     or_(jobs.c.platform.is_(None), jobs.c.platform.in_(platforms)),
                     or_(jobs.c.force, ~twin_runs),
+                    or_(jobs.c.kind != "steps", ~_devices_are_taken(connection, worker_id)),
                 )
             )
             .order_by(jobs.c.number)
@@ -155,6 +158,25 @@ def oldest_claimable(connection: Connection, kinds: Sequence[str], platforms: Se
         )
         .mappings()
         .one_or_none()
+    )
+
+
+def _devices_are_taken(connection: Connection, worker_id: str) -> ColumnElement[bool]:
+    """Whether steps run on this worker's host and on the platform that a job of `jobs` asks for: two at once would measure each other.
+
+    A job that takes whatever is attached may meet any other. A host that its worker has not made known yet may be this one.
+    """
+    host = connection.execute(select(workers.c.host).where(workers.c.id == worker_id)).scalar_one_or_none()
+    other = jobs.alias("other")
+    return (
+        exists()
+        .select_from(other.outerjoin(workers, workers.c.id == other.c.lease_worker_id))
+        .where(
+            other.c.kind == "steps",
+            other.c.status == RUNNING,
+            or_(other.c.platform.is_(None), jobs.c.platform.is_(None), other.c.platform == jobs.c.platform),
+            true() if host is None else or_(workers.c.host.is_(None), workers.c.host == host),
+        )
     )
 
 

@@ -276,9 +276,9 @@ class SqlStore:
             # Not before: a lease begins when it is given, however long others kept this transaction waiting.
             now = self._clock()
             queue.take_back_expired(connection, now, max_attempts=max_attempts)
-            row = queue.oldest_claimable(connection, kinds, platforms)
+            row = queue.oldest_claimable(connection, worker_id, kinds, platforms)
             while row is not None and queue.answer_if_measured(connection, row, now):
-                row = queue.oldest_claimable(connection, kinds, platforms)
+                row = queue.oldest_claimable(connection, worker_id, kinds, platforms)
             if row is None or (memory_bytes is not None and row["child_memory_bytes"] > memory_bytes):
                 return None
             lease = Lease(

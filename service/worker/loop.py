@@ -126,7 +126,8 @@ class Worker:
         if len(held) >= self._settings.worker_slots:
             return None
         kinds = set(self._runners)
-        # The devices are all of one job's while its steps run: two at once would measure each other.
+        # The devices are all of one job's while its steps run: two at once would measure each other. The store sees to the host's other
+        # workers in the same way.
         kinds -= {"steps"} & {each.job.kind for each in held}
         free_bytes = self._settings.worker_memory_bytes - sum(each.claim.child_memory_bytes for each in held)
         try:

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
-from service.records import FailureKind, JobStatus
+from service.records import FailureKind, JobKind, JobStatus
 from service.storage import database
-from service.storage.interface import Claim, LeaseLostError, WorkerStatus
+from service.storage.interface import Claim, Lease, LeaseLostError, Platform, WorkerStatus
 from service.storage.store import SqlStore
 from tests.storage.samples import Clock, new_job, report_of
 
@@ -32,6 +32,36 @@ def test_only_jobs_of_the_asked_kinds_are_given(store: SqlStore, claim: Claiming
     store.add_job(new_job(kind="steps"))
     compiling = store.add_job(new_job("b")).job
     assert claim().job.id == compiling.id
+
+
+def steps_job(store: SqlStore, identity: str, platform: Platform | None) -> str:
+    return store.add_job(new_job(identity, kind="steps", programs=("steps",), platform=platform), force=True).job.id
+
+
+def test_a_platform_of_a_host_is_given_to_one_steps_job_at_a_time(store: SqlStore, clock: Clock) -> None:
+    def claim(worker_id: str, *kinds: JobKind) -> str | None:
+        claim = store.claim_job(worker_id, kinds=kinds, memory_bytes=None, lease_seconds=60, max_attempts=3, platforms=("cpu", "gpu"))
+        leases.update({} if claim is None else {claim.job.id: claim.lease})
+        return None if claim is None else claim.job.id
+
+    leases: dict[str, Lease] = {}
+    for worker_id, host in (("w1", "mill"), ("w2", "mill"), ("w3", "barn")):
+        store.record_worker(worker_status(worker_id, clock).model_copy(update={"host": host}))
+    gpu = [steps_job(store, identity, "gpu") for identity in "abc"]
+    compiling = store.add_job(new_job("d")).job.id
+    cpu, anything = steps_job(store, "e", "cpu"), steps_job(store, "f", None)
+    assert claim("w1", "steps") == gpu[0]
+    assert claim("w2", "steps", "compile") == compiling, "the GPUs of mill are taken, its compiler is not"
+    assert claim("w2", "steps") == cpu, "nor are its other devices"
+    assert claim("w2", "steps") is None, "what takes any devices may meet those"
+    assert claim("w3", "steps") == gpu[1], "another host has GPUs of its own"
+    assert claim("unheard-of", "steps") is None, "it may be on either host"
+    store.finish_job(leases[gpu[0]], JobStatus.SUCCEEDED)
+    assert claim("w2", "steps") == gpu[2]
+    clock.advance(61)
+    # Every lease has expired, so nothing is held any more.
+    assert claim("w1", "steps") == gpu[1]
+    assert anything not in leases
 
 
 def test_a_job_that_needs_more_memory_than_is_free_waits_and_is_not_overtaken(store: SqlStore, claim: Claiming) -> None:

@@ -130,6 +130,28 @@ def test_steps_run_one_job_at_a_time_and_compiles_go_on_beside_them(
             wait_until(is_ended(store, job))
 
 
+def test_two_workers_of_one_host_run_one_steps_job_at_a_time(
+    store: SqlStore,
+    steps: HeldSteps,
+    compiler: HeldCompiler,
+    running: Running,
+    post_steps: PostSteps,
+    post: Callable[..., Job],
+    wait_until: Wait,
+) -> None:
+    first, second = post_steps(1), post_steps(2)
+    compiling = post()
+    with running(worker_slots=1), running(worker_slots=1):
+        assert steps.next_request().spec["scenario"] == "steps-1"
+        # It came last, so the other worker has passed over the second steps job to take it.
+        compiler.next_call().end()
+        wait_until(is_ended(store, compiling))
+        assert store.get_job(second.id).status is JobStatus.QUEUED
+        for job in (first, second):
+            steps.outcomes.put(StepsReport(status=StepsStatus.OK, phase="done"))
+            wait_until(is_ended(store, job))
+
+
 def test_a_run_waits_for_a_worker_with_its_devices(
     store: SqlStore, steps: HeldSteps, running: Running, post_steps: PostSteps, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
