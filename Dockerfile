@@ -16,7 +16,7 @@ FROM python:3.12-slim
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=build,source=/wheels,target=/wheels \
     --mount=type=bind,source=requirements.lock,target=/requirements.lock \
-    pip install --disable-pip-version-check --constraint /requirements.lock "$(echo /wheels/weighbridge-*.whl)[service,compile]"
+    pip install --disable-pip-version-check --constraint /requirements.lock "$(echo /wheels/weighbridge-*.whl)[service,compile,postgresql]"
 RUN useradd --uid 10001 --home-dir /data --create-home weighbridge
 USER weighbridge
 WORKDIR /data

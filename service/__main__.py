@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
+from service.errors import ServiceError
 from service.settings import Settings, SettingsError
 
 
 def main() -> int:
-    """Run one process of the service; returns its exit code, 2 where the settings cannot be used."""
+    """Run one process of the service; returns its exit code, 2 where the settings or the database cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m service", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("serve", help="API, pages and one worker")
@@ -21,8 +22,7 @@ def main() -> int:
     try:
         settings = Settings.from_environment()
     except SettingsError as error:
-        print(f"weighbridge: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     # Each process loads its own part alone.
     match arguments.command:
         case "worker":
@@ -32,12 +32,20 @@ def main() -> int:
         case "upgrade":
             from service.storage.store import open_store
 
-            open_store(settings).close()
+            try:
+                open_store(settings).close()
+            except (ServiceError, SettingsError) as error:
+                return _refuse(error)
             return 0
         case _:
             from service.api.server import run_server
 
             return run_server(settings, with_worker=arguments.command == "serve")
+
+
+def _refuse(error: Exception) -> int:
+    print(f"weighbridge: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

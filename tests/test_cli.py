@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -333,6 +334,18 @@ def test_a_report_that_cannot_be_saved_is_said(run: Run, spec_file: Path, tmp_pa
     result, _ = run("compile", str(spec_file), "--out", str(tmp_path / "file" / "report.json"))
     assert result.exit_code == 3
     assert "report.json cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+@pytest.mark.parametrize("url", ["foo", "mysql://me:hidden@h/looms", "sqlite://"])
+def test_a_database_that_cannot_be_used_is_one_line_and_a_usage_error(tmp_path: Path, command: str, url: str) -> None:
+    code = f"from weighbridge.cli import main; main(['{command}', '--data-dir', {str(tmp_path)!r}])"
+    environment = os.environ | {"WEIGHBRIDGE_DATABASE_URL": url}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("weighbridge: WEIGHBRIDGE_DATABASE_URL is ")
+    assert "hidden" not in line
 
 
 def test_the_catalogue_names_every_family_with_derived_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
 
+from service.settings import PREFIX, SettingsError
 from service.storage.interface import StoreUnavailableError
 
 BUSY_SECONDS = 30
@@ -26,21 +28,52 @@ _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 7_382_001
 _QUEUE_LOCK = 7_382_002
 _WRITE = "weighbridge_write"
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "sqlite+pysqlite": "sqlite",
+    # SQLAlchemy would take psycopg2, which the extra does not bring.
+    "postgresql": "postgresql+psycopg",
+    "postgresql+psycopg": "postgresql+psycopg",
+    "postgresql+psycopg2": "postgresql+psycopg2",
+}
+_LEGAL_URLS = "give sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME, or leave it empty for SQLite in the data directory"
 
 
 def create_store_engine(url: str) -> Engine:
-    """An engine on `url` whose transactions are what `read` and `write` below expect; connects to nothing yet."""
-    parsed = make_url(url)
-    if parsed.get_backend_name() != "sqlite":
-        return create_engine(parsed, pool_pre_ping=True)
+    """An engine on `url` whose transactions are what `read` and `write` below expect; connects to nothing yet.
+
+    Raises:
+        SettingsError: no URL of a database that can be used, or its driver is not installed.
+    """
+    parsed = _read_url(url)
+    if parsed.get_backend_name() == "postgresql":
+        try:
+            return create_engine(parsed, pool_pre_ping=True)
+        except ImportError as error:
+            raise _refuse_url(url, f"needs a driver ({error}); run: pip install 'weighbridge[postgresql]', which brings psycopg") from error
     if parsed.database in (None, "", ":memory:"):
-        raise ValueError(
-            f"{url!r} is a database in one process's memory, which server and workers cannot share; name a file: sqlite:///PATH"
-        )
+        raise _refuse_url(url, f"is a database in one process's memory, which server and workers cannot share; {_LEGAL_URLS}")
     engine = create_engine(parsed, connect_args={"timeout": BUSY_SECONDS}, pool_size=8, max_overflow=32)
     event.listen(engine, "connect", _prepare_sqlite_connection)
     event.listen(engine, "begin", _begin_sqlite_transaction)
     return engine
+
+
+def _read_url(url: str) -> URL:
+    """Raises SettingsError: not one of `_LEGAL_URLS`."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError) as error:
+        raise _refuse_url(url, f"is not the URL of a database; {_LEGAL_URLS}") from error
+    if parsed.drivername not in _DRIVERS:
+        raise _refuse_url(url, f"names a database or a driver that is not supported; {_LEGAL_URLS}")
+    return parsed.set(drivername=_DRIVERS[parsed.drivername])
+
+
+def _refuse_url(url: str, reason: str) -> SettingsError:
+    # User and password stand before the last @, and a password can stand in the query; one that cannot be read is cut in the same way.
+    shown = re.sub(r"^(.*?//)?.*@", r"\1***@", url, flags=re.DOTALL).partition("?")[0]
+    return SettingsError(f"{PREFIX}DATABASE_URL is {shown!r}, which {reason}")
 
 
 def _prepare_sqlite_connection(connection: sqlite3.Connection, _record: Any) -> None:
@@ -80,7 +113,8 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (OperationalError, InterfaceError) as error:
-        raise StoreUnavailableError(f"the database does not answer: {error.orig}") from error
+        # A driver's text may have several lines; what is logged and answered has one.
+        raise StoreUnavailableError(f"the database does not answer: {' '.join(str(error.orig).split())}") from error
 
 
 def serialise_queue(connection: Connection) -> None:
@@ -101,11 +135,20 @@ def upgrade_database(engine: Engine) -> None:
     """Bring the database to the newest migration.
 
     Safe when several processes start at once: one migrates, the others wait and find it done.
+
+    Raises:
+        StoreUnavailableError: the database does not answer, or its file cannot be made or is none.
     """
     if engine.dialect.name == "sqlite":
         assert engine.url.database is not None
-        Path(engine.url.database).parent.mkdir(parents=True, exist_ok=True)
-        _set_wal_mode(engine)
+        path = Path(engine.url.database)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _set_wal_mode(engine)
+        except (OSError, sqlite3.DatabaseError) as error:
+            raise StoreUnavailableError(
+                f"{path} cannot be used as the database: {error}; name another with {PREFIX}DATA_DIR or {PREFIX}DATABASE_URL"
+            ) from error
     config = _migration_config()
     with write(engine) as connection:
         if connection.dialect.name == "postgresql":

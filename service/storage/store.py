@@ -59,7 +59,12 @@ FORGET_WORKERS_AFTER = timedelta(days=1)
 
 
 def open_store(settings: Settings) -> SqlStore:
-    """The store that the settings name, its database at the newest migration."""
+    """The store that the settings name, its database at the newest migration.
+
+    Raises:
+        SettingsError: the database's URL cannot be used.
+        StoreUnavailableError: the database does not answer.
+    """
     engine = create_store_engine(settings.resolved_database_url)
     upgrade_database(engine)
     return SqlStore(engine, ArtifactDirectory(settings.artifact_dir))

@@ -21,11 +21,11 @@ from service.compile.runner import ChildCompiler
 from service.errors import ServiceError
 from service.logs import log_to_stderr
 from service.records import Failure, FailureKind, JobKind, JobStatus
-from service.settings import Settings
+from service.settings import Settings, SettingsError
 from service.steps.interface import StepsRunner
 from service.steps.runner import ChildSteps
 from service.storage.interface import Claim, LeaseLostError, Store, StoreUnavailableError, WorkerStatus
-from service.storage.store import open_store
+from service.storage.store import SqlStore, open_store
 from service.worker.compile_job import CompileJobRunner
 from service.worker.devices import attached_platforms
 from service.worker.directories import own_directory
@@ -42,13 +42,19 @@ class JobRunner(Protocol):
 
 
 def run_worker(
-    settings: Settings, stop_event: threading.Event, *, compiler: Compiler | None = None, run_steps: StepsRunner | None = None
+    settings: Settings,
+    stop_event: threading.Event,
+    *,
+    store: SqlStore | None = None,
+    compiler: Compiler | None = None,
+    run_steps: StepsRunner | None = None,
 ) -> None:
     """Work until `stop_event` is set; then children are killed and their jobs given back within seconds.
 
-    `compiler` and `run_steps` are the real ones unless a test brings its own.
+    `store` is the one that the settings name unless it was opened before, and is closed in the end; `compiler` and `run_steps` are the
+    real ones unless a test brings its own.
     """
-    store = open_store(settings)
+    store = store or open_store(settings)
     runners: dict[JobKind, JobRunner] = {
         "compile": CompileJobRunner(compiler or ChildCompiler(settings.capacity_cache), settings.child_limits),
         "steps": StepsJobRunner(run_steps or ChildSteps(), settings.child_limits),
@@ -62,15 +68,23 @@ def run_worker(
 
 
 def run_worker_process(settings: Settings, *, stop_on_eof: bool = False, compiler: Compiler | None = None) -> int:
-    """Be a worker until SIGTERM or SIGINT, or, with `stop_on_eof`, until stdin closes; returns the exit code."""
+    """Be a worker until SIGTERM or SIGINT, or, with `stop_on_eof`, until stdin closes.
+
+    Returns the exit code: 0 after an orderly stop, 2 where the database cannot be used.
+    """
     log_to_stderr("worker")
+    try:
+        store = open_store(settings)
+    except (ServiceError, SettingsError) as error:
+        print(f"weighbridge: {error}", file=sys.stderr)
+        return 2
     stop_event = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop_event.set())
     if stop_on_eof:
         # Whoever started this process holds the other end: when it dies, by whatever means, the kernel closes it.
         threading.Thread(target=_set_at_eof, args=(stop_event,), name="eof", daemon=True).start()
-    run_worker(settings, stop_event, compiler=compiler)
+    run_worker(settings, stop_event, store=store, compiler=compiler)
     return 0
 
 

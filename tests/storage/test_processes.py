@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event, insert, inspect
 
+from service.settings import SettingsError
 from service.storage.artifacts import ArtifactDirectory
 from service.storage.database import (
     check_database,
@@ -161,9 +163,43 @@ def test_a_database_that_cannot_be_written_is_unavailable_and_nothing_was_change
     store.close()
 
 
-def test_a_database_in_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="server and workers cannot share"):
-        create_store_engine("sqlite://")
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        (
+            "sqlite://",
+            "'sqlite://', which is a database in one process's memory, which server and workers cannot share; give sqlite:///PATH",
+        ),
+        ("foo", "'foo', which is not the URL of a database; give sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"),
+        ("postgresql://h:port/looms", "'postgresql://h:port/looms', which is not the URL of a database"),
+        ("postgresql//me:hidden@h/looms", "'postgresql//***@h/looms', which is not the URL of a database"),
+        (
+            "mysql://me:hidden@h/looms",
+            "'mysql://***@h/looms', which names a database or a driver that is not supported; give sqlite:///PATH",
+        ),
+        ("sqlite+aiosqlite:///looms", "'sqlite+aiosqlite:///looms', which names a database or a driver that is not supported"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_with_what_can_and_without_its_password(url: str, told: str) -> None:
+    with pytest.raises(SettingsError, match="WEIGHBRIDGE_DATABASE_URL is " + re.escape(told)) as refusal:
+        create_store_engine(url)
+    assert "hidden" not in str(refusal.value)
+
+
+def test_postgresql_is_reached_by_the_driver_that_the_extra_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(
+        SettingsError, match=r"'postgresql://\*\*\*@h/looms', which needs a driver .*psycopg.*pip install 'weighbridge\[postgresql\]'"
+    ):
+        create_store_engine("postgresql://me:hidden@h/looms?password=hidden")
+
+
+def test_a_file_that_is_no_database_is_told_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("Dear miller, " * 100)
+    (tmp_path / "directory").mkdir()
+    for path, reason in (("letter", "file is not a database"), ("directory", "unable to open"), ("letter/store.sqlite", "File exists")):
+        with pytest.raises(StoreUnavailableError, match=f"{path} cannot be used as the database: .*{reason}"):
+            upgrade_database(create_store_engine(f"sqlite:///{tmp_path / path}"))
 
 
 def test_the_tables_are_spelled_for_postgresql_too() -> None:

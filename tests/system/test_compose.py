@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +60,8 @@ def test_the_image_installs_what_the_lock_names(tmp_path: Path) -> None:
     assert all((ROOT / name).exists() for name in copied)
     lock = (ROOT / "requirements.lock").read_text()
     assert not {"[", "@"} & set(lock), "usable as constraints"
+    (extras,) = re.findall(r"\.whl\)\[([\w,]+)\]", "\n".join(lines))
+    offered = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {re.split(r"[\[><=]", requirement)[0] for extra in extras.split(",") for requirement in offered[extra]}
+    assert wanted - {line.partition("==")[0].lower() for line in lock.splitlines()} == set()
+    assert "psycopg" in wanted, "docker-compose.yml passes the URL of any database on"
