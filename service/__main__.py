@@ -13,10 +13,11 @@ def main() -> int:
     """Run one process of the service; returns its exit code, 2 where the settings or the database cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m service", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("serve", help="API, pages and one worker")
-    commands.add_parser("api", help="API and pages; workers run elsewhere")
+    serve = commands.add_parser("serve", help="API, pages and one worker")
+    api = commands.add_parser("api", help="API and pages; workers run elsewhere")
     worker = commands.add_parser("worker", help="claim jobs and run them")
-    worker.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: whoever started this process is gone")
+    for process in (serve, api, worker):
+        process.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: whoever started this process is gone")
     commands.add_parser("upgrade", help="bring the database to the newest migration")
     arguments = parser.parse_args()
     try:
@@ -40,7 +41,7 @@ def main() -> int:
         case _:
             from service.api.server import run_server
 
-            return run_server(settings, with_worker=arguments.command == "serve")
+            return run_server(settings, with_worker=arguments.command == "serve", stop_on_eof=arguments.stop_on_eof)
 
 
 def _refuse(error: Exception) -> int:

@@ -27,6 +27,7 @@ SHARED = {
     "service.breakdown",
     "service.retry",
     "service.logs",
+    "service.starter",
 }
 """Plain data and rules that every part may use."""
 

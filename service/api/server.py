@@ -13,6 +13,7 @@ from service.api.app import create_app
 from service.errors import ServiceError
 from service.logs import log_to_stderr
 from service.settings import Settings, SettingsError
+from service.starter import when_starter_ends
 from service.storage.store import open_store
 from service.worker.keeper import WORKER_COMMAND, WorkerKeeper
 
@@ -22,8 +23,12 @@ MAX_CONNECTIONS = 512
 """Beyond these, requests are answered with 503."""
 
 
-def run_server(settings: Settings, *, with_worker: bool = True, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0 after an orderly stop, 2 where it could not start.
+def run_server(
+    settings: Settings, *, with_worker: bool = True, stop_on_eof: bool = False, worker_command: Sequence[str] = WORKER_COMMAND
+) -> int:
+    """Serve until SIGTERM or SIGINT, or, with `stop_on_eof`, until stdin closes.
+
+    Returns the exit code: 0 after an orderly stop, 2 where it could not start.
 
     Prints `Weighbridge is at URL` on stdout once connections are taken.
     """
@@ -55,6 +60,8 @@ def run_server(settings: Settings, *, with_worker: bool = True, worker_command: 
     # the worker is still to be stopped then.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    if stop_on_eof:
+        when_starter_ends(stop)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     print(f"Weighbridge is at http://{host}:{listener.getsockname()[1]}", flush=True)
     keeper = WorkerKeeper(settings.as_environment(), command=worker_command) if with_worker else None
@@ -76,4 +83,6 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}; free it, or choose another with WEIGHBRIDGE_PORT") from error
+        raise OSError(
+            f"cannot listen on {host} port {port}: {error.strerror}; free it, or choose another with WEIGHBRIDGE_PORT or `serve --port`"
+        ) from error

@@ -22,6 +22,7 @@ from service.errors import ServiceError
 from service.logs import log_to_stderr
 from service.records import Failure, FailureKind, JobKind, JobStatus
 from service.settings import Settings, SettingsError
+from service.starter import when_starter_ends
 from service.steps.interface import StepsRunner
 from service.steps.runner import ChildSteps
 from service.storage.interface import Claim, LeaseLostError, Store, StoreUnavailableError, WorkerStatus
@@ -82,16 +83,9 @@ def run_worker_process(settings: Settings, *, stop_on_eof: bool = False, compile
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop_event.set())
     if stop_on_eof:
-        # Whoever started this process holds the other end: when it dies, by whatever means, the kernel closes it.
-        threading.Thread(target=_set_at_eof, args=(stop_event,), name="eof", daemon=True).start()
+        when_starter_ends(stop_event.set)
     run_worker(settings, stop_event, store=store, compiler=compiler)
     return 0
-
-
-def _set_at_eof(stop_event: threading.Event) -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
-    stop_event.set()
 
 
 class Worker:
