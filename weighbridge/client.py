@@ -64,12 +64,25 @@ class Client:
     def submit(
         self, spec: Mapping[str, Any], *, kind: str = "compile", git: Mapping[str, Any] | None = None, force: bool = False
     ) -> dict[str, Any]:
-        """Ask for `spec` to be weighed; the job. One that was weighed before is answered at once unless `force`."""
+        """Ask for `spec` to be weighed, or run with `kind` steps; the job. What was weighed before is answered at once unless `force`."""
         return self._json("POST", "/api/v1/jobs", json={"spec": spec, "kind": kind, "git": dict(git or {}), "force": force})
 
     def job(self, job_id: str) -> dict[str, Any]:
         """The job as it stands."""
         return self._json("GET", f"/api/v1/jobs/{job_id}")
+
+    def steps(self, job_id: str) -> dict[str, Any]:
+        """What the steps of a job of kind `steps` showed, as far as it came."""
+        report: dict[str, Any] = self._json("GET", f"/api/v1/jobs/{job_id}/steps")["report"]
+        return report
+
+    def num_workers(self) -> int | None:
+        """Workers that are alive, without which jobs wait; None where the server does not tell."""
+        try:
+            count = self._json("GET", "/readyz").get("num_workers")
+        except ClientError:
+            return None
+        return count if isinstance(count, int) else None
 
     def cancel(self, job_id: str) -> dict[str, Any]:
         """Ask for the job to be stopped."""
@@ -115,7 +128,7 @@ class Client:
         with self._http.stream("GET", f"/api/v1/jobs/{job_id}/events", headers=headers, timeout=timeout) as answer:
             if answer.is_error:
                 answer.read()
-                raise _refusal(answer)
+                raise self._refusal(answer)
             fields: dict[str, str] = {}
             for line in answer.iter_lines():
                 if line.startswith(":"):
@@ -137,17 +150,20 @@ class Client:
                 f"or name another with --server or {URL_VARIABLE}"
             ) from error
         if answer.is_error:
-            raise _refusal(answer)
+            raise self._refusal(answer)
         content: dict[str, Any] = answer.json()
         return content
 
-
-def _refusal(answer: httpx.Response) -> ClientError:
-    """A refusal in the server's words where it gave any."""
-    try:
-        problem = answer.json()
-        message = problem.get("detail") or problem.get("title") or f"HTTP {answer.status_code}"
-        problems = tuple(problem.get("problems") or ())
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
-        message, problems = f"HTTP {answer.status_code} from {answer.request.url}", ()
-    return ClientError(message, status=answer.status_code, problems=problems)
+    def _refusal(self, answer: httpx.Response) -> ClientError:
+        """A refusal in the server's words where it gave any; where it asks for a token, in those of who has to give it."""
+        problems: tuple[Mapping[str, Any], ...] = ()
+        try:
+            problem = answer.json()
+            message = problem.get("detail") or problem.get("title") or f"HTTP {answer.status_code}"
+            problems = tuple(problem.get("problems") or ())
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
+            message = f"HTTP {answer.status_code} from {answer.request.url}"
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            given = "does not know the one that was sent" if "Authorization" in self._http.headers else "was sent none"
+            message = f"{self.url} takes requests with a token, and {given}; put the right one in {TOKEN_VARIABLE}"
+        return ClientError(message, status=answer.status_code, problems=problems)

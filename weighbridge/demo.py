@@ -14,45 +14,65 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+import service
+from service.records import Report
 from service.resources import resource_directory
 from service.settings import PREFIX, Settings
 from service.spec import load_spec
 from service.verdict_text import TITLES, verdict_sentence
 from weighbridge.client import Client, ClientError
+from weighbridge.documents import exit_code
+from weighbridge.exits import EXIT_FAILED, EXIT_INTERRUPTED, terminated_as_interrupted
+from weighbridge.following import follow
 
 _START_SECONDS = 60.0
+_STOP_SECONDS = 25.0
+"""What the service gets to stop in order: its open requests 3 s, its worker 15 s."""
 _LOG = "demo.log"
+_SERVICE_COMMAND = (sys.executable, "-P", "-m", "service", "serve", "--stop-on-eof")
+"""-P: the working directory is not a place to import from."""
 
 
 def run_demo(settings: Settings, *, example: str, leave: bool) -> int:
-    """Weigh `example`, print where its page is, and serve on until interrupted unless `leave`; the exit code.
+    """Weigh `example`, print where its page is, and serve on until interrupted unless `leave`; the exit code, which with `leave` is that
+    of `compile`.
+
+    Interrupted or terminated, it stops the service in order; however this process ends, the service does not outlive it.
 
     Raises:
         ClientError: no such example, the service did not start, or it refused the spec.
     """
-    from weighbridge.cli import follow
-
     console = Console(highlight=False)
+    try:
+        with terminated_as_interrupted():
+            return _run(settings, console, example=example, leave=leave)
+    except KeyboardInterrupt:
+        console.print("interrupted; the service was stopped")
+        return EXIT_INTERRUPTED
+
+
+def _run(settings: Settings, console: Console, *, example: str, leave: bool) -> int:
     path = _example(example)
     spec = load_spec(path.read_text())
     port = _free_port(settings.host, settings.port)
     url = f"http://{settings.host}:{port}"
-    with _service(settings, port, url) as service, Client(url) as client:
+    with _service(settings, port, url) as process, Client(url) as client:
         console.print(f"Weighbridge runs at {url}, its data in {settings.data_dir}", soft_wrap=True)
         job = client.submit(spec.as_json())
         page = f"{url}/jobs/{job['id']}"
-        reports = follow(client, job, spec.programs, page)
+        follow(client, job, spec.programs, page, Console(stderr=True, highlight=False))
+        reports = {report["program"]: Report.model_validate(report) for report in client.reports(job["id"])}
         for report in reports.values():
             console.print(f"{spec.scenario}, {report.program}: {TITLES[report.status].lower()}, {verdict_sentence(report)}", soft_wrap=True)
         console.print(f"\n  {page}\n", style="bold", soft_wrap=True)
         if leave:
-            return 0 if reports else 1
-        console.print("Open it in a browser; Ctrl-C stops the service.")
+            return exit_code(reports) if reports else EXIT_FAILED
         try:
-            service.wait()
+            console.print("Open it in a browser; Ctrl-C stops the service.")
+            process.wait()
         except KeyboardInterrupt:
             return 0
-        raise ClientError(f"the service ended with exit code {service.returncode}; its log is {settings.data_dir / _LOG}")
+        raise ClientError(f"the service ended with exit code {process.returncode}; its log is {settings.data_dir / _LOG}")
 
 
 def _example(name: str) -> Path:
@@ -84,21 +104,26 @@ def _service(settings: Settings, port: int, url: str) -> Iterator[subprocess.Pop
         f"{PREFIX}DATA_DIR": str(settings.data_dir),
         f"{PREFIX}HOST": settings.host,
         f"{PREFIX}PORT": str(port),
+        # The package is found where this process found it, whether installed or a checkout.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(service.__file__).parent.parent), os.environ.get("PYTHONPATH", "")))),
     }
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     log_path = settings.data_dir / _LOG
     with log_path.open("wb") as log:
         # A session of its own, so that Ctrl-C reaches this process alone, which then stops the service in order.
+        # Its stdin closes with this process, by kill -9 too, and then it stops.
         process = subprocess.Popen(
-            [sys.executable, "-m", "service", "serve"], env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            _SERVICE_COMMAND, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             _wait_until_ready(process, url, log_path)
             yield process
         finally:
+            assert process.stdin is not None
+            process.stdin.close()
             process.terminate()
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=_STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

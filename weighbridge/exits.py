@@ -39,9 +39,16 @@ class Commands(click.Group):
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM, which CI sends, stop the work in order as Ctrl-C does: children killed, directories removed."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Let SIGTERM, which CI sends, and SIGHUP, which a closed terminal sends, stop the work in order as Ctrl-C does.
+
+    Children are killed and directories removed. A SIGHUP that is ignored stays so: `nohup` is meant to outlive the terminal.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    changed = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in changed:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in changed.items():
+            signal.signal(number, handler)

@@ -40,7 +40,7 @@ def run_steps(spec: Spec, runner: StepsRunner, *, limits: ChildLimits, errors: C
                 runner,
                 request,
                 limits=limits,
-                on_event=lambda event: _tell(progress, event),
+                on_event=lambda event: tell(progress, event),
                 is_cancelled=cancelled.is_set,
             )
             try:
@@ -52,7 +52,8 @@ def run_steps(spec: Spec, runner: StepsRunner, *, limits: ChildLimits, errors: C
     return report
 
 
-def _tell(progress: Progress, event: ProgressEvent) -> None:
+def tell(progress: Progress, event: ProgressEvent) -> None:
+    """Show one event of a steps child: a phase, the loss of a step, the outcome of a check."""
     data: dict[str, Any] = dict(event.data)
     if event.name == "step":
         for step in data["steps"]:
@@ -170,7 +171,7 @@ def _checks(report: StepsReport) -> Group:
 def _memory(memory: MemoryComparison) -> Text:
     source = {
         "allocator": "by the allocator",
-        "host_rss_growth": "growth of the host's resident memory",
+        "host_rss_growth": "growth of the child's resident memory over its devices: the host's own noise is in it",
         "unknown": "the backend does not tell",
     }
     ratio = "" if memory.ratio is None else f", {memory.ratio:.3f} of it"
