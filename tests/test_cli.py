@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,17 +15,22 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from service.compile.interface import ChildLimits, CompileRequest, ProgressEvent
 from service.compile.runner import ChildCompiler
 from service.records import Failure, FailureKind, Report, ReportStatus
+from service.settings import CLIENT_VARIABLES
 from service.spec import parse_spec
+from service.steps.runner import ChildSteps
+from service.steps_records import MemoryComparison, StepsReport, StepsStatus
 from tests.browser.samples import make_report
 from weighbridge import documents
 from weighbridge.cli import main
 from weighbridge.local import weigh
 from weighbridge.overrides import apply_overrides
 from weighbridge.render import bar
+from weighbridge.steps import print_steps
 
 SPEC = """
 scenario: two-programs
@@ -200,6 +207,8 @@ def test_two_saved_reports_are_compared_by_what_changed(run: Run, spec_file: Pat
     result, _ = run("compare", str(base), str(head))
     assert result.exit_code == 0
     assert f"peak +{(after - before) / 2**30:.2f} GiB (27.35 GiB → 41.03 GiB, +50.00 %)" in result.stdout
+    less, _ = run("compare", str(head), str(base))
+    assert f"peak −{(after - before) / 2**30:.2f} GiB (41.03 GiB → 27.35 GiB, −33.33 %)" in less.stdout
     as_json, _ = run("compare", str(base), str(head), "--json")
     diff = json.loads(as_json.stdout)["programs"]["candidate"]
     assert sum(part["delta"] for part in diff["classes"]) == after - before
@@ -220,6 +229,102 @@ def test_artifacts_are_kept_where_the_command_was_given(run: Run, spec_file: Pat
     _, fake = run("compile", str(spec_file), "--program", "candidate", "--keep", "kept")
     # The child runs in a directory of its own, where a relative path would lead elsewhere.
     assert [request.artifact_dir for request in fake.requests] == [str(tmp_path / "kept")]
+
+
+def test_a_directory_for_keeping_is_made_before_anything_is_compiled_or_refused(run: Run, spec_file: Path, tmp_path: Path) -> None:
+    # Nothing can be made below a file, whoever asks: the tests may run as root.
+    result, fake = run("compile", str(spec_file), "--keep", str(spec_file / "kept"))
+    assert result.exit_code == 2
+    assert f"--keep {spec_file}/kept cannot be written to: Not a directory; name another directory" in result.stderr
+    assert fake.requests == []
+    run("compile", str(spec_file), "--keep", str(tmp_path / "deep" / "kept"))
+    assert (tmp_path / "deep" / "kept").is_dir()
+
+
+STEPS_SPEC = """
+scenario: real-steps
+model: {preset: tiny}
+train: {seq_len: 64}
+mesh: {fsdp: 2}
+steps: {devices: "cpu:2"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "spec", "problem", "way_out", "undone"),
+    [
+        ("compile", STEPS_SPEC, "mesh.topology  is missing: this is a spec for real steps", "`weighbridge steps ", "nothing was compiled"),
+        (
+            "steps",
+            SPEC,
+            "steps  is missing: this is a spec to compile",
+            "--set steps.devices=cpu:4; `weighbridge compile ",
+            "nothing was run",
+        ),
+    ],
+)
+def test_a_spec_of_the_other_kind_is_told_the_command_that_takes_it(
+    run: Run, tmp_path: Path, command: str, spec: str, problem: str, way_out: str, undone: str
+) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text(spec)
+    result, fake = run(command, str(path))
+    assert result.exit_code == 2
+    for words in (problem, way_out, f"1 problem, {undone}"):
+        assert words in result.stderr
+    assert fake.requests == []
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("compile", "130  interrupted; nothing is left running"),
+        ("submit", "130  interrupted; the job goes on on the server"),
+        ("steps", "130 interrupted, and nothing is left running"),
+    ],
+)
+def test_help_says_what_an_interrupt_leaves_running(command: str, words: str) -> None:
+    assert words in " ".join(CliRunner().invoke(main, [command, "--help"]).stdout.replace("130  ", "130##").split()).replace("##", "  ")
+
+
+def test_the_clients_variables_are_in_help_and_readme() -> None:
+    help_text, readme = CliRunner().invoke(main, ["--help"]).stdout, (Path(__file__).parent.parent / "README.md").read_text()
+    for name in CLIENT_VARIABLES:
+        assert f"WEIGHBRIDGE_{name.upper()}" in help_text
+        assert f"WEIGHBRIDGE_{name.upper()}" in readme
+
+
+@pytest.mark.parametrize("command", ["compile", "steps"])
+def test_the_limit_to_raise_is_the_option_of_the_command(run: Run, spec_file: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    named: list[str] = []
+
+    def note(self: object, *_: object, wall_setting: str, **__: object) -> None:
+        named.append(wall_setting)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr({"compile": ChildCompiler, "steps": ChildSteps}[command], "__init__", note)
+    result, _ = run(command, str(spec_file), "--wall-limit", "3", *(("--set", "steps.devices=cpu:4") if command == "steps" else ()))
+    assert result.exit_code == 130
+    assert named == ["--wall-limit"]
+
+
+def test_what_the_hosts_memory_grew_by_is_told_with_its_noise() -> None:
+    memory = MemoryComparison(
+        state_bytes=3 << 20,
+        num_states_held=2,
+        programs=(),
+        predicted_bytes=7 << 20,
+        measured_bytes=14 << 20,
+        source="host_rss_growth",
+        total_predicted_bytes=14 << 20,
+        total_measured_bytes=28 << 20,
+    )
+    console = Console(record=True, width=300, file=io.StringIO())
+    print_steps(console, "s", StepsReport(status=StepsStatus.OK, phase="done", memory=memory))
+    shown = console.export_text()
+    assert (
+        "measured 14.00 MiB (growth of the child's resident memory over its devices: the host's own noise is in it), 2.000 of it" in shown
+    )
 
 
 def test_what_retrying_costs_is_told_of_measured_step_times(run: Run, spec_file: Path) -> None:
@@ -346,6 +451,14 @@ def test_a_database_that_cannot_be_used_is_one_line_and_a_usage_error(tmp_path: 
     (line,) = ended.stderr.splitlines()
     assert line.startswith("weighbridge: WEIGHBRIDGE_DATABASE_URL is ")
     assert "hidden" not in line
+
+
+def test_a_port_that_is_taken_is_told_with_both_ways_to_choose_another(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code = f"from weighbridge.cli import main; main(['serve', '--port', '{taken.getsockname()[1]}', '--data-dir', {str(tmp_path)!r}])"
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert "free it, or choose another with WEIGHBRIDGE_PORT or `serve --port`" in ended.stderr
 
 
 def test_the_catalogue_names_every_family_with_derived_counts() -> None:

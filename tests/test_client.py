@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,8 @@ from fastapi.testclient import TestClient
 from service.api.app import create_app
 from service.records import JobStatus
 from service.settings import Settings
+from service.steps_records import CheckResult, CheckStatus, StepsReport, StepsStatus
+from service.storage.interface import WorkerStatus
 from service.storage.store import SqlStore, open_store
 from tests.browser.samples import make_report
 from tests.browser.stored import add
@@ -160,6 +163,101 @@ def test_submit_names_the_job_and_its_page(command: Callable[..., Result], store
     (job,) = store.list_jobs().jobs
     assert result.output.split() == [job.id, "queued", f"http://127.0.0.1/jobs/{job.id}"]
     assert (job.status, job.git.project) == (JobStatus.QUEUED, "looms")
+
+
+STEPS_SPEC = {
+    "scenario": "real-steps",
+    "model": {"preset": "tiny"},
+    "train": {"seq_len": 64},
+    "mesh": {"fsdp": 2},
+    "steps": {"devices": "cpu:2"},
+}
+
+
+def test_a_spec_of_real_steps_is_submitted_as_such_and_its_outcome_printed(
+    command: Callable[..., Result], store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec_file = tmp_path / "spec.json"
+    spec_file.write_text(json.dumps(STEPS_SPEC))
+
+    def run_while_followed(client: Client) -> None:
+        # The first thing that following asks: nothing runs here but what this does.
+        claim = store.claim_job("worker", kinds=("steps",), memory_bytes=None, lease_seconds=60, max_attempts=3, platforms=("cpu",))
+        assert claim is not None
+        step = {"step": 0, "metrics": {"loss": 6.25}}
+        progress = {"program": "steps", "name": "step", "seconds": 1.5, "data": {"steps": [step]}}
+        store.append_event(claim.lease, "progress", progress)
+        check = CheckResult(name="loss_falls", status=CheckStatus.FAILED, claim="the loss falls")
+        store.save_steps_report(claim.lease, StepsReport(status=StepsStatus.CHECKS_FAILED, phase="done", checks=(check,)))
+        store.finish_job(claim.lease, JobStatus.SUCCEEDED)
+
+    monkeypatch.setattr(Client, "num_workers", run_while_followed)
+    result = command("submit", str(spec_file), "--wait")
+    assert (result.exit_code, store.list_jobs().jobs[0].kind) == (1, "steps")
+    assert "✗ a check failed" in result.stdout
+    assert "steps: step 0, loss 6.250000 (at 1.5 s)" in result.stderr
+    assert "steps: checks failed" in result.stderr
+
+
+def test_a_kind_that_the_spec_is_not_for_sends_nothing(command: Callable[..., Result], store: SqlStore, tmp_path: Path) -> None:
+    for spec, options, told in (
+        (STEPS_SPEC, ("--kind", "compile"), "this is a spec for real steps"),
+        (SPEC, ("--kind", "steps"), "this is a spec to compile"),
+        (STEPS_SPEC, ("--depth", "full"), "--program and --depth are of compiles"),
+    ):
+        spec_file = tmp_path / "spec.json"
+        spec_file.write_text(json.dumps(spec))
+        result = command("submit", str(spec_file), *options)
+        assert result.exit_code == 2
+        assert told in result.stderr
+        assert "compiled" not in result.stderr
+    assert store.list_jobs().jobs == ()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_job_that_no_worker_will_take_is_told_to_wait(
+    command: Callable[..., Result], store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "events", interrupt)
+    if is_alive:
+        now = datetime.now(UTC)
+        store.record_worker(
+            WorkerStatus(id="w", host="mill", pid=7, kinds=("compile",), slots=1, memory_bytes=1, started_at=now, seen_at=now)
+        )
+    spec_file = tmp_path / "spec.json"
+    spec_file.write_text(json.dumps(SPEC))
+    result = command("submit", str(spec_file), "--wait")
+    (job,) = store.list_jobs().jobs
+    assert result.exit_code == 130
+    assert f"no longer following; job {job.id} goes on" in result.stderr
+    assert result.stderr.count("no worker is running on the server; the job waits") == (0 if is_alive else 1)
+
+
+def test_a_server_that_does_not_count_its_workers_is_not_guessed_about() -> None:
+    client, _ = answering(lambda _: httpx.Response(404, text="not here"), lambda _: httpx.Response(200, json={"status": "ready"}))
+    assert (client.num_workers(), client.num_workers()) == (None, None)
+
+
+@pytest.mark.parametrize(("token", "told"), [("", "was sent none"), ("wrong", "does not know the one that was sent")])
+def test_a_server_that_wants_a_token_is_told_with_the_variable_for_it(monkeypatch: pytest.MonkeyPatch, token: str, told: str) -> None:
+    monkeypatch.setenv("WEIGHBRIDGE_TOKEN", token)
+    client, _ = answering(lambda _: httpx.Response(401, json={"detail": "send a token: `Authorization: Bearer TOKEN`"}))
+    with pytest.raises(ClientError, match=f"http://there takes requests with a token, and {told}; put the right one in WEIGHBRIDGE_TOKEN"):
+        client.job("j")
+
+
+def test_the_project_can_come_from_its_variable(
+    command: Callable[..., Result], store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHBRIDGE_PROJECT", "mills")
+    spec_file = tmp_path / "spec.json"
+    spec_file.write_text(json.dumps(SPEC))
+    command("submit", str(spec_file))
+    (job,) = store.list_jobs().jobs
+    assert job.git.project == "mills"
 
 
 def test_submit_and_wait_ends_as_compile_does(command: Callable[..., Result], store: SqlStore, tmp_path: Path) -> None:

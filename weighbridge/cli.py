@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,25 +12,31 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from weighbridge.address import DEFAULT_URL, URL_VARIABLE
+from weighbridge.address import DEFAULT_URL, PROJECT_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 from weighbridge.exits import EXIT_BAD_SPEC, EXIT_FAILED, EXIT_INTERRUPTED, Commands, NoAnswerError, terminated_as_interrupted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from service.errors import SpecError
     from service.records import JobKind, Report
     from service.spec import Spec
-    from weighbridge.client import Client
+    from service.steps_records import StepsReport
 
-EXIT_CODES = """\b
+_EXIT_CODES = """\b
 Exit codes:
   0  every program fits
   1  a program does not fit
   2  the spec or the command line is wrong
   3  no answer: a program failed, or is too close to the capacity to tell before code generation
   5  timed out
-  130  interrupted; nothing is left running
+"""
+_STEPS_EXIT_CODES = "0 every check passed; 1 a check failed, or the devices are too small; 2 wrong spec; 3 failed; 5 timed out"
+_VARIABLES = f"""\b
+Variables:
+  {URL_VARIABLE}      the server that submit and compare talk to; otherwise {DEFAULT_URL}
+  {TOKEN_VARIABLE}    the token it asks for, where it asks for one
+  {PROJECT_VARIABLE}  the project that submitted jobs belong to
+README.md lists those of serve, worker and compile.
 """
 
 _SPEC = click.Path(allow_dash=True, path_type=Path)
@@ -45,13 +52,15 @@ _buffers_option = click.option(
 )
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=_VARIABLES)
 @click.version_option(package_name="weighbridge")
 def main() -> None:
     """Weigh a training step before it trains: exact peak HBM on a mocked TPU topology, and what it is made of."""
 
 
-@main.command("compile", epilog=EXIT_CODES, short_help="Weigh a spec here, without a server.")
+@main.command(
+    "compile", epilog=_EXIT_CODES + "  130  interrupted; nothing is left running\n", short_help="Weigh a spec here, without a server."
+)
 @click.argument("spec_file", metavar="SPEC", type=_SPEC)
 @_depth_option
 @_program_option
@@ -89,14 +98,16 @@ def compile_command(
     from weighbridge.local import weigh
     from weighbridge.progress import Progress, outcome_of
 
-    spec = _read_spec(spec_file, assignments, programs=programs, depth=depth)
+    spec, _ = _read_spec(spec_file, assignments, kind="compile", programs=programs, depth=depth)
     settings = _settings(child_wall_seconds=wall_limit)
+    if keep is not None:
+        _make_writable("--keep", keep)
     errors = _stderr()
     try:
         with terminated_as_interrupted(), Progress(spec.programs, errors) as progress:
             reports = weigh(
                 spec,
-                ChildCompiler(settings.capacity_cache),
+                ChildCompiler(settings.capacity_cache, wall_setting="--wall-limit"),
                 limits=settings.child_limits,
                 on_event=lambda program, event: progress.phase(program, event.name, event.seconds),
                 on_report=lambda report: progress.finished(report.program, outcome_of(report)),
@@ -109,21 +120,31 @@ def compile_command(
     _answer(spec, reports, as_json=as_json, out=out, num_buffers=num_buffers, step_seconds=step_seconds)
 
 
-@main.command(epilog=EXIT_CODES + "Without --wait: 0 once the job is accepted.", short_help="Send a spec to a server, which weighs it.")
+@main.command(
+    epilog=_EXIT_CODES + "  130  interrupted; the job goes on on the server\n\n"
+    f"Of real steps: {_STEPS_EXIT_CODES}. Without --wait: 0 once the job is accepted.",
+    short_help="Send a spec to a server, which weighs it.",
+)
 @click.argument("spec_file", metavar="SPEC", type=_SPEC)
 @_server_option
-@click.option("--wait", is_flag=True, help="Follow the job, then print its report and exit as `compile` does.")
+@click.option("--wait", is_flag=True, help="Follow the job, then print its report and exit as `compile` or `steps` does.")
+@click.option(
+    "--kind",
+    type=click.Choice(["compile", "steps"]),
+    help="Whether to compile SPEC or to run its steps; otherwise it is compiled where it names a topology.",
+)
 @_depth_option
 @_program_option
 @_set_option
 @click.option("--force", is_flag=True, help="Measure again, even if this spec and toolchain have an answer.")
-@click.option("--project", help="The project the job belongs to.")
+@click.option("--project", envvar=PROJECT_VARIABLE, help=f"The project the job belongs to; otherwise {PROJECT_VARIABLE}.")
 @_json_option
 @_buffers_option
 def submit(
     spec_file: Path,
     server: str | None,
     wait: bool,
+    kind: JobKind | None,
     depth: str | None,
     programs: tuple[str, ...],
     assignments: tuple[str, ...],
@@ -133,19 +154,30 @@ def submit(
     num_buffers: int,
 ) -> None:
     """Send SPEC to a server, which weighs it in its queue; the commit and branch of the checkout go with it."""
+    from service.records import Report
+    from service.steps_records import StepsReport
     from weighbridge.client import Client
     from weighbridge.documents import to_json
+    from weighbridge.following import follow
     from weighbridge.git import read_git_facts
 
-    spec = _read_spec(spec_file, assignments, programs=programs, depth=depth)
+    spec, kind = _read_spec(spec_file, assignments, kind=kind, programs=programs, depth=depth, undone="nothing was sent")
+    errors = _stderr()
     git = read_git_facts(Path.cwd() if str(spec_file) == "-" else spec_file.resolve().parent) | ({"project": project} if project else {})
     with _client_errors(), Client(server) as client:
-        job = client.submit(spec.as_json(), git=git, force=force)
+        job = client.submit(spec.as_json(), kind=kind, git=git, force=force)
         page = f"{client.url}/jobs/{job['id']}"
         if not wait:
             click.echo(to_json(job) if as_json else f"{job['id']}  {job['status']}  {page}", nl=not as_json)
             return
-        reports = follow(client, job, spec.programs, page)
+        try:
+            follow(client, job, ("steps",) if kind == "steps" else spec.programs, page, errors)
+        except KeyboardInterrupt:
+            errors.print(f"no longer following; job {job['id']} goes on, see {page}", soft_wrap=True)
+            sys.exit(EXIT_INTERRUPTED)
+        if kind == "steps":
+            _answer_steps(spec, StepsReport.model_validate(client.steps(job["id"])), as_json=as_json, out=None)
+        reports = {report["program"]: Report.model_validate(report) for report in client.reports(job["id"])}
     if not reports:
         raise NoAnswerError(f"job {job['id']} ended with nothing measured; see {page}")
     _answer(spec, reports, as_json=as_json, out=None, num_buffers=num_buffers)
@@ -154,7 +186,7 @@ def submit(
 @main.command(
     "steps",
     short_help="Run real train steps on the devices at hand.",
-    epilog="Exit codes: 0 every check passed; 1 a check failed, or the devices are too small; 2 wrong spec; 3 failed; 5 timed out.",
+    epilog=f"Exit codes: {_STEPS_EXIT_CODES}; 130 interrupted, and nothing is left running.",
 )
 @click.argument("spec_file", metavar="SPEC", type=_SPEC)
 @_set_option
@@ -167,26 +199,19 @@ def steps_command(spec_file: Path, assignments: tuple[str, ...], as_json: bool, 
 
     require("compile", "steps")
     from service.steps.runner import ChildSteps
-    from weighbridge import documents, steps
+    from weighbridge import steps
 
-    spec = _read_spec(spec_file, assignments, kind="steps")
+    spec, _ = _read_spec(spec_file, assignments, kind="steps", undone="nothing was run")
     settings = _settings(child_wall_seconds=wall_limit)
     errors = _stderr()
     try:
         with terminated_as_interrupted():
-            report = steps.run_steps(spec, ChildSteps(), limits=settings.child_limits, errors=errors)
+            runner = ChildSteps(wall_setting="--wall-limit")
+            report = steps.run_steps(spec, runner, limits=settings.child_limits, errors=errors)
     except KeyboardInterrupt:
         errors.print("interrupted; the run was stopped")
         sys.exit(EXIT_INTERRUPTED)
-    text = documents.to_json(report.model_dump(mode="json"))
-    if as_json:
-        click.echo(text, nl=False)
-    else:
-        steps.print_steps(_stdout(), spec.scenario, report)
-    if out is not None:
-        # Last, so that an answer that cannot be saved is still seen.
-        _save(out, text)
-    sys.exit(steps.exit_code(report))
+    _answer_steps(spec, report, as_json=as_json, out=out)
 
 
 @main.command(
@@ -288,35 +313,24 @@ def _settings(**overrides: Any) -> Any:
 
 
 def _read_spec(
-    path: Path, assignments: tuple[str, ...], *, kind: JobKind = "compile", programs: tuple[str, ...] = (), depth: str | None = None
-) -> Spec:
-    """The checked spec with everything the command line changes; a wrong one ends the command with exit code 2."""
+    path: Path,
+    assignments: tuple[str, ...],
+    *,
+    kind: JobKind | None,
+    programs: tuple[str, ...] = (),
+    depth: str | None = None,
+    undone: str = "nothing was compiled",
+) -> tuple[Spec, JobKind]:
+    """The spec and its kind, as `weighbridge.spec_file` reads them; a wrong one ends the command with exit code 2."""
     from service.errors import SpecError
-    from service.spec import parse_spec, read_spec_text, require_kind
-    from weighbridge.overrides import apply_overrides
-
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise click.UsageError(f"{path} cannot be read: {reason}; give a spec like those in examples/") from error
-    try:
-        data = read_spec_text(text)
-        if isinstance(data, dict):
-            data = apply_overrides(data, assignments)
-            data |= ({"programs": list(programs)} if programs else {}) | ({"depth": depth} if depth else {})
-        spec = parse_spec(data)
-        require_kind(spec, kind)
-    except SpecError as error:
-        _refuse_spec(str(path), error)
-    return spec
-
-
-def _refuse_spec(source: str, error: SpecError) -> NoReturn:
     from weighbridge.render import print_problems
+    from weighbridge.spec_file import read_spec
 
-    print_problems(_stderr(), source, error.problems)
-    sys.exit(EXIT_BAD_SPEC)
+    try:
+        return read_spec(path, assignments, kind=kind, programs=programs, depth=depth)
+    except SpecError as error:
+        print_problems(_stderr(), str(path), error.problems, undone=undone)
+        sys.exit(EXIT_BAD_SPEC)
 
 
 def _answer(
@@ -345,6 +359,32 @@ def _answer(
     sys.exit(exit_code(reports, pair))
 
 
+def _answer_steps(spec: Spec, report: StepsReport, *, as_json: bool, out: Path | None) -> NoReturn:
+    """Print what the steps showed as asked and end with its exit code."""
+    from weighbridge.documents import to_json
+    from weighbridge.steps import exit_code, print_steps
+
+    text = to_json(report.model_dump(mode="json"))
+    if as_json:
+        click.echo(text, nl=False)
+    else:
+        print_steps(_stdout(), spec.scenario, report)
+    if out is not None:
+        # Last, so that an answer that cannot be saved is still seen.
+        _save(out, text)
+    sys.exit(exit_code(report))
+
+
+def _make_writable(option: str, directory: Path) -> None:
+    """Make a directory that is written to in the end; raises click.UsageError now where that cannot be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise click.UsageError(f"{option} {directory} cannot be written to: {error.strerror or error}; name another directory") from error
+
+
 def _save(path: Path, text: str) -> None:
     """Raises NoAnswerError: the file cannot be written."""
     try:
@@ -352,26 +392,6 @@ def _save(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise NoAnswerError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def follow(client: Client, job: Mapping[str, Any], programs: tuple[str, ...], page: str) -> dict[str, Report]:
-    """Show a job's events until it has ended; its reports by program. Ctrl-C and SIGTERM leave the job running and say so."""
-    from service.records import Report
-    from weighbridge.progress import Progress
-
-    errors = _stderr()
-    try:
-        with terminated_as_interrupted(), Progress(programs, errors, waiting="queued") as progress:
-            progress.note(f"job {job['id']}  {page}")
-            for event in client.events(job["id"]):
-                if event.name == "progress":
-                    progress.phase(event.data["program"], event.data["name"], event.data["seconds"])
-                elif event.name == "report":
-                    progress.finished(event.data["program"], event.data["status"].replace("_", " "))
-    except KeyboardInterrupt:
-        errors.print(f"no longer following; job {job['id']} goes on, see {page}", soft_wrap=True)
-        sys.exit(EXIT_INTERRUPTED)
-    return {report["program"]: Report.model_validate(report) for report in client.reports(job["id"])}
 
 
 @contextmanager
@@ -385,7 +405,8 @@ def _client_errors() -> Iterator[None]:
         yield
     except ClientError as error:
         if error.problems:
-            print_problems(_stderr(), "spec", [Problem(p["path"], p["value"], p["message"], p["legal"]) for p in error.problems])
+            problems = [Problem(p["path"], p["value"], p["message"], p["legal"]) for p in error.problems]
+            print_problems(_stderr(), "spec", problems, undone="the server queued nothing")
         else:
             _stderr().print(f"Error: {error}", soft_wrap=True, markup=False)
         refused = error.status is not None and 400 <= error.status < 500

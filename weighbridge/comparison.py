@@ -155,7 +155,7 @@ def _parts(title: str, parts: Sequence[PartDiff], *, label: Callable[[str], str]
     for part in parts[:_MOST_ROWS]:
         is_count = part.name.startswith("num_")
         show = format_count if is_count else format_bytes
-        delta = f"{part.delta:+,}" if is_count and part.delta is not None else format_delta(part.delta)
+        delta = _signed(f"{part.delta:+,}") if is_count and part.delta is not None else format_delta(part.delta)
         # Less head-room is the change to look at, as more bytes are elsewhere.
         weight = -part.delta if part.delta and part.name == "headroom_bytes" else part.delta
         table.add_row(Text(delta, style=_style(weight)), show(part.base), show(part.head), label(part.name))
@@ -172,8 +172,13 @@ def _table(*numbers: str) -> Table:
 def _sentence(part: PartDiff) -> str:
     if not part.delta:
         return f"{format_delta(part.delta)} ({format_bytes(part.head)})"
-    share = f", {100 * part.delta / part.base:+.2f} %" if part.base else ""
+    share = _signed(f", {100 * part.delta / part.base:+.2f} %") if part.base else ""
     return f"{format_delta(part.delta)} ({format_bytes(part.base)} → {format_bytes(part.head)}{share})"
+
+
+def _signed(number: str) -> str:
+    """With the minus sign that the figures in bytes beside it have."""
+    return number.replace("-", "−")
 
 
 def _style(delta: int | None) -> str:

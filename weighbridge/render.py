@@ -82,10 +82,10 @@ def _sections(width: int, report: Report, num_buffers: int) -> Iterator[Renderab
     yield _provenance(report)
 
 
-def print_problems(console: Console, source: str, problems: Sequence[Problem]) -> None:
-    """Everything wrong with a spec: where, what stands there, why it cannot be, what would be legal."""
+def print_problems(console: Console, source: str, problems: Sequence[Problem], *, undone: str = "nothing was compiled") -> None:
+    """Everything wrong with a spec: where, what stands there, why it cannot be, what would be legal; and what was therefore not done."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    console.print(Text.assemble((f"{source}: ", "bold"), (f"{count}, nothing was compiled", "bold red")), soft_wrap=True)
+    console.print(Text.assemble((f"{source}: ", "bold"), (f"{count}, {undone}", "bold red")), soft_wrap=True)
     for problem in problems:
         console.print(Text.assemble("\n  ", (problem.path or "(whole spec)", "bold"), f"  {problem.message}"), soft_wrap=True)
         if problem.value is not None:
