@@ -25,7 +25,7 @@ from service.spec import parse_spec
 from service.steps.runner import ChildSteps
 from service.steps_records import MemoryComparison, StepsReport, StepsStatus
 from tests.browser.samples import make_report
-from weighbridge import documents
+from weighbridge import documents, render
 from weighbridge.cli import main
 from weighbridge.local import weigh
 from weighbridge.overrides import apply_overrides
@@ -478,3 +478,16 @@ def test_a_missing_extra_is_named_with_the_line_that_installs_it(monkeypatch: py
     assert result.exit_code == 3
     assert "needs libtpu" in result.stderr
     assert "pip install 'weighbridge[compile]'" in result.stderr
+
+
+def test_an_answer_is_saved_although_its_reader_has_closed_the_pipe(
+    run: Run, spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*arguments: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(render, "print_reports", closed)
+    out = tmp_path / "report.json"
+    run("compile", str(spec_file), "--out", str(out))
+    reports, _ = documents.read_document(out)
+    assert sorted(reports) == ["candidate", "dropless"]

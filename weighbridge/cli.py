@@ -349,13 +349,11 @@ def _answer(
 
     pair = weigh_retry(spec.as_json(), tuple(reports.values()), step_seconds=step_seconds)
     text = to_json(document(reports, pair, spec.as_json()))
-    if as_json:
-        click.echo(text, nl=False)
-    else:
-        print_reports(_stdout(), spec.scenario, reports, pair=pair, num_buffers=num_buffers)
-    if out is not None:
-        # Last, so that an answer that cannot be saved is still seen.
-        _save(out, text)
+    with _saved(text, out):
+        if as_json:
+            click.echo(text, nl=False)
+        else:
+            print_reports(_stdout(), spec.scenario, reports, pair=pair, num_buffers=num_buffers)
     sys.exit(exit_code(reports, pair))
 
 
@@ -365,13 +363,11 @@ def _answer_steps(spec: Spec, report: StepsReport, *, as_json: bool, out: Path |
     from weighbridge.steps import exit_code, print_steps
 
     text = to_json(report.model_dump(mode="json"))
-    if as_json:
-        click.echo(text, nl=False)
-    else:
-        print_steps(_stdout(), spec.scenario, report)
-    if out is not None:
-        # Last, so that an answer that cannot be saved is still seen.
-        _save(out, text)
+    with _saved(text, out):
+        if as_json:
+            click.echo(text, nl=False)
+        else:
+            print_steps(_stdout(), spec.scenario, report)
     sys.exit(exit_code(report))
 
 
@@ -385,13 +381,23 @@ def _make_writable(option: str, directory: Path) -> None:
         raise click.UsageError(f"{option} {directory} cannot be written to: {error.strerror or error}; name another directory") from error
 
 
-def _save(path: Path, text: str) -> None:
-    """Raises NoAnswerError: the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise NoAnswerError(f"{path} cannot be written: {error.strerror or error}") from error
+@contextmanager
+def _saved(text: str, path: Path | None) -> Iterator[None]:
+    """Save first, so that a reader who closes the pipe loses no file; tell a failure last, so that the answer is still seen.
+
+    Raises:
+        NoAnswerError: the file cannot be written.
+    """
+    failure: OSError | None = None
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            failure = error
+    yield
+    if failure is not None:
+        raise NoAnswerError(f"{path} cannot be written: {failure.strerror or failure}")
 
 
 @contextmanager

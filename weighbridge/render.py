@@ -356,7 +356,7 @@ def _provenance(report: Report) -> Text:
     chain = report.toolchain
     if chain is not None:
         text.append(
-            f"With   jax {chain.jax} · jaxlib {chain.jaxlib} · libtpu {chain.libtpu} · flax {chain.flax} · extractor {chain.extractor}"
+            "With   " + " · ".join(f"{name} {getattr(chain, name)}" for name in ("jax", "jaxlib", "libtpu", "flax", "optax", "extractor"))
         )
     for warning in report.warnings:
         text.append(f"\n{warning}", style="yellow")
