@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _EXIT_CODES = """\b
 Exit codes:
   0  every program fits
-  1  a program does not fit
+  1  a program does not fit, or the pair of a step that retries
   2  the spec or the command line is wrong
   3  no answer: a program failed, or is too close to the capacity to tell before code generation
   5  timed out
