@@ -32,7 +32,7 @@ SCHEMA: Mapping[str, str] = {
         " 93 mesh_axes_replica_group_list MeshAxesReplicaGroupListProto"
     ),
     "HloInputOutputAliasProto": "1 entries AliasEntryProto*",
-    "AliasEntryProto": "1 output_shape_index int64*, 2 parameter_number int64, 3 parameter_shape_index int64*",
+    "AliasEntryProto": "2 parameter_number int64, 3 parameter_shape_index int64*",
     "StackFrameIndexProto": "1 file_names string*, 3 file_locations FileLocation*, 4 stack_frames StackFrame*",
     "FileLocation": "1 file_name_id int32, 3 line int32",
     "StackFrame": "1 file_location_id int32, 2 parent_frame_id int32",
@@ -42,7 +42,7 @@ SCHEMA: Mapping[str, str] = {
         " 8 memory_space int64"
     ),
     "TileProto": "1 dimensions int64*",
-    "OpMetadata": "2 op_name string, 3 source_file string, 4 source_line int32, 15 stack_frame_id int32",
+    "OpMetadata": "2 op_name string, 15 stack_frame_id int32",
     "LiteralProto": "1 shape ShapeProto, 4 s32s int32*, 5 s64s int64*, 6 u32s uint32*, 7 u64s uint64*",
     "ReplicaGroup": "1 replica_ids int64*",
     "SourceTarget": "1 source int64, 2 target int64",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,12 @@ def test_schema_has_the_compilers_field_numbers_and_types(name: str) -> None:
         is_repeated = field.label == descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
         described = scalar.get(field.type) or field.type_name.rsplit(".", 1)[-1]
         assert (field.name, described, is_repeated) == (field_name, kind, repeated)
+
+
+def test_every_field_of_the_schema_is_read() -> None:
+    package = Path(__file__).parents[2] / "service" / "compile"
+    read = {name for path in package.glob("*.py") for name in re.findall(r"\.([a-z_0-9]+)\b", path.read_text())}
+    assert {(message, name) for message in SCHEMA for _, name, _, _ in schema_fields(message) if name not in read} == set()
 
 
 def _enum(message: str | None, name: str) -> dict[str, int]:
