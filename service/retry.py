@@ -16,7 +16,13 @@ def weigh_retry(spec: Mapping[str, Any], reports: Sequence[Report], *, step_seco
     `spec` is a validated spec as plain data, as jobs keep it; `step_seconds` are measured times of a candidate and of a dropless step.
     """
     by_program = {report.program: report for report in reports}
-    if not (spec.get("moe") or {}).get("retry_when_tokens_dropped") or not {"candidate", "dropless"} <= by_program.keys():
+    if not retries(spec) or not {"candidate", "dropless"} <= by_program.keys():
         return None
-    steps = StepsConfig.model_validate(spec.get("steps") or {})
-    return weigh_pair(by_program["candidate"], by_program["dropless"], looks_ahead=steps.look_ahead > 0, step_seconds=step_seconds)
+    look_ahead = (spec.get("steps") or {}).get("look_ahead", StepsConfig().look_ahead)
+    return weigh_pair(by_program["candidate"], by_program["dropless"], looks_ahead=look_ahead > 0, step_seconds=step_seconds)
+
+
+def retries(spec: Mapping[str, Any]) -> bool:
+    """`StepConfig.retries` of a spec as plain data: field by field, since an older version may have kept what the schema refuses now."""
+    model, moe = spec.get("model") or {}, spec.get("moe") or {}
+    return bool(moe.get("retry_when_tokens_dropped")) and model.get("experts", ...) is not None

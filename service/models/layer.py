@@ -54,7 +54,7 @@ class Program:
     @property
     def remat(self) -> RematConfig:
         """The dropless program beside a candidate runs under full remat: its worst-case buffers leave no room for more."""
-        return RematConfig() if self.name == "dropless" and self.config.moe.retry_when_tokens_dropped else self.config.train.remat
+        return RematConfig() if self.name == "dropless" and self.config.retries else self.config.train.remat
 
 
 class Layer(nnx.Module):

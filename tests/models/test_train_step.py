@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from service.models.axes import make_mesh
-from service.models.config import PRESETS, MeshAxes, ModelConfig, MoeConfig, StepConfig, TrainConfig, tiny
+from service.models.config import PRESETS, MeshAxes, ModelConfig, MoeConfig, ProgramName, RematConfig, StepConfig, TrainConfig, tiny
+from service.models.layer import Program
 from service.models.train_step import TrainProgram, adamw_update, build_train_program, init_state
 
 S = 32
@@ -75,6 +76,18 @@ def test_a_step_without_experts_donates_even_where_retry_is_asked_for() -> None:
     dense = tiny().model_copy(update={"experts": None, "first_num_dense_layers": tiny().num_layers})
     retry = MoeConfig(ragged_buffer_factor=0.5, retry_when_tokens_dropped=True)
     assert build(config(model=dense, moe=retry), "candidate").donate_argnums == (0,)
+
+
+def test_the_remat_that_is_asked_for_gives_way_only_in_the_dropless_program_of_a_step_that_retries() -> None:
+    asked = RematConfig(policy="minimal")
+    dense = tiny().model_copy(update={"experts": None, "first_num_dense_layers": tiny().num_layers})
+    retry = MoeConfig(ragged_buffer_factor=0.5, retry_when_tokens_dropped=True)
+
+    def remat(name: ProgramName, **changes: Any) -> RematConfig:
+        return Program(config(remat=asked, **changes), name, "cpu").remat
+
+    assert remat("dropless", moe=retry) == RematConfig(policy="full")
+    assert remat("candidate", moe=retry) == remat("dropless") == remat("dropless", moe=retry, model=dense) == asked
 
 
 @pytest.mark.parametrize(
