@@ -11,9 +11,8 @@ from typing import Any
 from service.compile.catalog import Topology, find_topology
 from service.compile.options import ALLOWED, legal_value
 from service.errors import Problem
-from service.models.config import AXIS_NAMES, REMAT_NAMES, EngramConfig
-from service.models.costs import num_row_shards
-from service.models.primes import INT32_MAX, layer_primes, num_padded_rows, num_table_rows
+from service.models.config import AXIS_NAMES, REMAT_NAMES
+from service.spec_engram import check_engram, check_engram_halo, check_engram_order, check_engram_padding, check_engram_row_ids
 from service.spec_problems import nearest
 from service.spec_sharding import check_sharding
 
@@ -212,74 +211,6 @@ def _architecture(model: Any) -> Iterator[Problem]:
         )
 
 
-def _engram(model: Any) -> Iterator[Problem]:
-    engram = model.engram
-    if engram is None:
-        return
-    outside = [layer for layer in engram.layers if layer >= model.num_layers]
-    if outside:
-        yield Problem(
-            "model.engram.layers",
-            list(engram.layers),
-            f"names layers {outside} of {model.num_layers}",
-            f"layers from 0 to {model.num_layers - 1}",
-        )
-    if engram.pad_id >= model.vocab_size:
-        yield Problem(
-            "model.engram.pad_id", engram.pad_id, f"is outside the vocabulary of {model.vocab_size}", f"at most {model.vocab_size - 1}"
-        )
-    yield from _table_rows(engram)
-
-
-def _table_rows(engram: EngramConfig) -> Iterator[Problem]:
-    # The bases alone, and the sum as it grows, end the search for the primes of a table that is too large.
-    rows = sum(engram.base_sizes) * engram.num_heads
-    if rows > INT32_MAX:
-        yield Problem(
-            "model.engram.base_sizes",
-            list(engram.base_sizes),
-            f"the flat table would have at least {rows:,} rows, beyond what int32 row ids can address",
-            f"base sizes that sum to at most {INT32_MAX // engram.num_heads:,} with {engram.num_heads} heads",
-        )
-        return
-    try:
-        layer_primes(engram)
-    except ValueError as error:
-        yield Problem(
-            "model.engram.num_heads",
-            engram.num_heads,
-            f"every head of every order and layer takes a prime of its own, and {error}",
-            "fewer heads, smaller base_sizes or a smaller max_ngram",
-        )
-
-
-def _engram_padding(model: Any, mesh: Any) -> Iterator[Problem]:
-    engram = model.engram
-    if engram is None or any(_table_rows(engram)):
-        return
-    rows = max(num_table_rows(engram, layer) for layer in engram.layers)
-    try:
-        num_padded_rows(rows, num_row_shards(engram, mesh) or 1)
-    except ValueError as error:
-        yield Problem("model.engram.base_sizes", list(engram.base_sizes), str(error), "smaller base sizes, or fewer shards")
-
-
-def _engram_ids(model: Any, train: Any, mesh: Any) -> Iterator[Problem]:
-    """The gradient of a table that is cut by columns numbers its rows and the ids of a data rank's tokens together (`engram_table`)."""
-    engram = model.engram
-    if engram is None or any(_table_rows(engram)) or num_row_shards(engram, mesh) is not None:
-        return
-    rows = max(num_table_rows(engram, layer) for layer in engram.layers)
-    ids = round(train.per_device_batch * mesh.num_devices) // mesh.data * train.seq_len * engram.num_heads * engram.num_orders
-    if rows + ids > INT32_MAX:
-        yield Problem(
-            "train.seq_len",
-            train.seq_len,
-            f"the {ids:,} row ids of the tokens of each data rank and the {rows:,} rows of an Engram table exceed int32 together",
-            "shorter sequences, a smaller per_device_batch, or more data ranks",
-        )
-
-
 def _order(context: Any) -> Iterator[Problem]:
     if not context.load_balance and context.order != "auto":
         yield Problem(
@@ -287,26 +218,6 @@ def _order(context: Any) -> Iterator[Problem]:
             context.order,
             "is an order of load balance, and context.load_balance is false: the sequence lies in natural order",
             "auto",
-        )
-
-
-def _engram_order(model: Any, context: Any) -> Iterator[Problem]:
-    # Without load balance no order but auto is legal, for any model: `_order` has said so.
-    if model.engram is not None and context.load_balance and context.order == "striped":
-        yield Problem("context.order", "striped", "Engram reads neighbours, which the striped order scatters", "auto or dual_chunk_swap")
-
-
-def _engram_halo(model: Any, train: Any, mesh: Any, context: Any) -> Iterator[Problem]:
-    if model.engram is None or mesh.context == 1:
-        return
-    chunks = mesh.context * (2 if context.load_balance else 1)
-    chunk = train.seq_len // chunks
-    if chunk < model.engram.halo:
-        yield Problem(
-            "train.seq_len",
-            train.seq_len,
-            f"Engram's halo of {model.engram.halo} tokens ((kernel_size - 1) × max_ngram) exceeds the {chunk} in each of {chunks} chunks",
-            f"at least {chunks * model.engram.halo} positions, or fewer context ranks",
         )
 
 
@@ -387,12 +298,12 @@ _CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("model",), _architecture),
     (("model", "mesh"), _experts),
     (("model", "mesh"), check_sharding),
-    (("model",), _engram),
-    (("model", "mesh"), _engram_padding),
-    (("model", "train", "mesh"), _engram_ids),
+    (("model",), check_engram),
+    (("model", "mesh"), check_engram_padding),
+    (("model", "train", "mesh"), check_engram_row_ids),
     (("context",), _order),
-    (("model", "context"), _engram_order),
-    (("model", "train", "mesh", "context"), _engram_halo),
+    (("model", "context"), check_engram_order),
+    (("model", "train", "mesh", "context"), check_engram_halo),
     (("train", "mesh", "moe"), _token_chunks),
     (("model", "programs"), _programs),
     (("model", "mesh", "moe", "steps"), _forced_overflow),
