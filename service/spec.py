@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SkipValidation, ValidationError, model_validator
 
 from service.compile.catalog import Topology, find_topology
 from service.errors import Problem, SpecError
@@ -26,12 +26,11 @@ from service.models.config import (
 )
 from service.records import Depth, JobKind
 from service.spec_checks import MISSING_TOPOLOGY, check_spec, check_topology_name
-from service.spec_problems import nearest, problems_of
+from service.spec_problems import nearest, problems_of, shorten
+from service.spec_text import read_plain
 from service.steps.config import StepsConfig
 
 MAX_SPEC_CHARACTERS = 64_000
-MAX_SPEC_NESTING = 32
-"""Levels of lists and mappings; a spec has five, and the reader recurses."""
 
 
 class ModelSpec(ModelConfig):
@@ -42,7 +41,7 @@ class ModelSpec(ModelConfig):
     @model_validator(mode="before")
     @classmethod
     def _override_preset(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("preset") in PRESETS:
+        if isinstance(data, Mapping) and _is_preset(data.get("preset")):
             return _merge(PRESETS[data["preset"]]().model_dump(mode="json"), data)
         return data
 
@@ -67,15 +66,19 @@ class MeshSpec(MeshAxes):
 class Spec(Frozen):
     """What to weigh. Made by `parse_spec`, which also checks what no single field can say."""
 
-    scenario: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    scenario: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="letters, digits and any of . _ - after the first"
+    )
     model: ModelSpec
     train: TrainConfig
     mesh: MeshSpec
     context: ContextConfig = ContextConfig()
     moe: MoeConfig = MoeConfig()
-    programs: tuple[ProgramName, ...] = Field(default=("candidate",), min_length=1, max_length=2)
+    programs: tuple[ProgramName, ...] = Field(default=("candidate",), strict=False, min_length=1, max_length=2)
     depth: Depth = "memory"
-    compiler_options: Mapping[str, bool | int | str] = Field(default={}, max_length=32)
+    compiler_options: Mapping[str, SkipValidation[bool | int]] = Field(
+        default={}, max_length=32, description="each value is checked by its option's name: `spec_checks`"
+    )
     steps: StepsConfig | None = Field(default=None, description="real steps on attached devices; null where the spec is only compiled")
 
     @cached_property
@@ -122,7 +125,7 @@ def read_spec_text(text: str) -> Any:
     if len(text) > MAX_SPEC_CHARACTERS:
         raise SpecError([Problem("", f"{len(text)} characters", "the spec is too long", f"at most {MAX_SPEC_CHARACTERS} characters")])
     try:
-        return yaml.load(text, Loader=_PlainLoader)
+        return read_plain(text)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         place = f" at line {where.line + 1}, column {where.column + 1}" if where else ""
@@ -145,9 +148,10 @@ def parse_spec(data: Any) -> Spec:
         data["scenario"] = f"{preset}-{target}".replace(":", "-")[:100]
 
     problems: list[Problem] = []
-    if isinstance(data.get("model"), Mapping) and preset not in PRESETS:
-        hint = f"; did you mean {nearest(str(preset), PRESETS)}?" if nearest(str(preset), PRESETS) else ""
-        problems.append(Problem("model.preset", preset, f"no such preset{hint}", ", ".join(PRESETS)))
+    if isinstance(data.get("model"), Mapping) and not _is_preset(preset):
+        close = nearest(preset, PRESETS) if isinstance(preset, str) else None
+        hint = f"; did you mean {close}?" if close else ""
+        problems.append(Problem("model.preset", shorten(preset), f"no such preset{hint}", ", ".join(PRESETS)))
     try:
         spec = Spec.model_validate(data)
     except ValidationError as error:
@@ -157,7 +161,7 @@ def parse_spec(data: Any) -> Spec:
         sections = _valid_sections(data)
         problems += check_spec(sections)
         topology = _get(data, "mesh", "topology")
-        if "mesh" not in sections and isinstance(topology, str):
+        if "mesh" not in sections and isinstance(topology, str) and all(p.path != "mesh.topology" for p in problems):
             problems += check_topology_name(topology)
         raise SpecError(problems) from error
     problems += check_spec({name: getattr(spec, name) for name in Spec.model_fields})
@@ -203,6 +207,10 @@ def _valid_sections(data: Mapping[str, Any]) -> dict[str, Any]:
     return sections
 
 
+def _is_preset(name: Any) -> bool:
+    return isinstance(name, str) and name in PRESETS
+
+
 def _get(data: Mapping[str, Any], section: str, field: str) -> Any:
     inner = data.get(section)
     return inner.get(field) if isinstance(inner, Mapping) else None
@@ -214,33 +222,3 @@ def _merge(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]
         old = merged.get(key)
         merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
     return merged
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML as data: no aliases (a few of them can stand for gigabytes), no key twice (the first would be lost), bounded nesting."""
-
-    nesting = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.MarkedYAMLError(problem="aliases are not taken; write the value out", problem_mark=event.start_mark)
-        if self.nesting == MAX_SPEC_NESTING:
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_SPEC_NESTING} levels", problem_mark=mark)
-        self.nesting += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.nesting -= 1
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is not a name", problem_mark=key_node.start_mark)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)

@@ -5,28 +5,33 @@ Each check reads the sections it needs and is passed over when one of them is un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from service.compile.catalog import Topology, find_topology
 from service.compile.options import ALLOWED, legal_value
 from service.errors import Problem
 from service.models.config import AXIS_NAMES, REMAT_NAMES
+from service.models.primes import INT32_MAX
 from service.spec_engram import check_engram, check_engram_halo, check_engram_order, check_engram_padding, check_engram_row_ids
-from service.spec_problems import nearest
+from service.spec_problems import nearest, shorten
 from service.spec_sharding import check_sharding
+from service.steps.config import MAX_CPU_DEVICES
 
 Sections = Mapping[str, Any]
-Check = Callable[..., Iterator[Problem]]
+Checks = Sequence[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]]
+"""The sections that each check needs, and the check."""
 
 
 def check_spec(sections: Sections) -> list[Problem]:
     """Every problem that stands between the fields of the sections given."""
-    problems: list[Problem] = []
-    for needs, check in _CHECKS:
+    return list(_run(_CHECKS, sections))
+
+
+def _run(checks: Checks, sections: Sections) -> Iterator[Problem]:
+    for needs, check in checks:
         if all(name in sections for name in needs):
-            problems += check(*(sections[name] for name in needs))
-    return problems
+            yield from check(*(sections[name] for name in needs))
 
 
 MISSING_TOPOLOGY = Problem("mesh.topology", None, "is missing", "a name like v5p-512 or a shape like v5p:4x8x8")
@@ -44,7 +49,8 @@ def _target(mesh: Any, steps: Any) -> Iterator[Problem]:
             "steps.devices",
             steps.devices,
             f"asks for {steps.num_cpu_devices} devices and the mesh axes multiply to {mesh.num_devices}",
-            f"cpu:{mesh.num_devices}, or axes that multiply to {steps.num_cpu_devices}",
+            (f"cpu:{mesh.num_devices}, or " if mesh.num_devices <= MAX_CPU_DEVICES else "")
+            + f"axes that multiply to {steps.num_cpu_devices}",
         )
 
 
@@ -268,7 +274,7 @@ def _remat(train: Any) -> Iterator[Problem]:
             if name not in REMAT_NAMES:
                 close = nearest(name, REMAT_NAMES)
                 hint = f"; did you mean {close}?" if close else ""
-                yield Problem(f"train.remat.{field}", name, f"the model names no such tensor{hint}", ", ".join(REMAT_NAMES))
+                yield Problem(f"train.remat.{field}", shorten(name), f"the model names no such tensor{hint}", ", ".join(REMAT_NAMES))
     both = sorted(set(train.remat.save) & set(train.remat.offload))
     if both:
         yield Problem("train.remat.offload", both, "is also to be saved on the device", "each tensor saved or offloaded, not both")
@@ -276,21 +282,21 @@ def _remat(train: Any) -> Iterator[Problem]:
 
 def _compiler_options(options: Any) -> Iterator[Problem]:
     for name, value in options.items():
-        path = f"compiler_options.{name}"
+        path = f"compiler_options.{shorten(name)}"
         if name not in ALLOWED:
             close = nearest(str(name), ALLOWED)
             hint = f"; did you mean {close}?" if close else ""
-            yield Problem(path, value, f"is not an option a spec may set{hint}", ", ".join(ALLOWED))
-        elif not legal_value(name, value):
+            yield Problem(path, shorten(value), f"is not an option a spec may set{hint}", ", ".join(ALLOWED))
+        elif not legal_value(name, value) or value > INT32_MAX:
             yield Problem(
                 path,
-                value,
-                f"{value!r} is not what the option takes",
-                "true or false" if ALLOWED[name] is bool else "a whole number from 0",
+                shorten(value),
+                f"{shorten(value)!r} is not what the option takes",
+                "true or false" if ALLOWED[name] is bool else f"a whole number from 0 to {INT32_MAX:,}",
             )
 
 
-_CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
+_CHECKS: Checks = (
     (("mesh", "steps"), _target),
     (("mesh",), _topology),
     (("train", "mesh"), _batch),

@@ -21,6 +21,7 @@ SHARED = {
     "service.units",
     "service.settings",
     "service.spec",
+    "service.spec_text",
     "service.identity",
     "service.resources",
     "service.verdict_text",

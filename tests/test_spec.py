@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +96,14 @@ WRONG: dict[str, tuple[str, Any, str, str, str]] = {
         "2,145,386,496 row ids of the tokens of each data rank and the 3,625,086 rows",
         "more data ranks",
     ),
-    "one base per order": ("model.engram.base_sizes", [251], "model.engram", "max_ngram 3 needs 2", ""),
+    "one base per order": (
+        "model.engram.base_sizes",
+        [251],
+        "model.engram.base_sizes",
+        "has 1 of the 2 entries that max_ngram 3 needs",
+        "a list of 2, or max_ngram 2",
+    ),
+    "Engram layer twice": ("model.engram.layers", [1, 1], "model.engram.layers", "[1, 1] names a layer twice", "each layer once"),
     "Engram layer outside": ("model.engram.layers", [1, 6], "model.engram.layers", "names layers [6] of 6", "0 to 5"),
     "dense layers without width": ("model.mlp_dim", None, "model.mlp_dim", "1 dense layers need a width", "positive"),
     "MoE layers without experts": ("model.experts", None, "model.experts", "5 layers are MoE", "every layer dense"),
@@ -115,15 +125,44 @@ WRONG: dict[str, tuple[str, Any, str, str, str]] = {
     ),
     "token chunks": ("moe.dropless.token_chunks", 3, "moe.dropless.token_chunks", "2048 tokens on each device", "a divisor of 2048"),
     "vocabulary chunks": ("train.vocab_chunks", 3, "train.vocab_chunks", "512 positions on each device", "a divisor of 512"),
-    "buffer factor": ("moe.ragged_buffer_factor", 0, "moe", "use -1 for the worst case", ""),
+    "buffer factor": ("moe.ragged_buffer_factor", 0, "moe.ragged_buffer_factor", "0 is out of range", "a factor above 0 and at most 1,024"),
+    "huge buffer factor": (
+        "moe.ragged_buffer_factor",
+        1e300,
+        "moe.ragged_buffer_factor",
+        "1e+300 is out of range",
+        "-1 for the worst case",
+    ),
     "dtype": ("train.dtype", "int8", "train.dtype", "'int8' is not one of", "'bfloat16' or 'float32'"),
-    "negative": ("train.seq_len", -4, "train.seq_len", "-4 is out of range", "at least 1"),
-    "not a number": ("train.learning_rate", float("nan"), "train.learning_rate", "finite", "finite number"),
-    "missing": ("train.seq_len", ..., "train.seq_len", "is missing", "required"),
+    "negative": ("train.seq_len", -4, "train.seq_len", "-4 is out of range", "a whole number from 1 to 2,147,483,647"),
+    "not a number": (
+        "train.learning_rate",
+        float("nan"),
+        "train.learning_rate",
+        "NaN is not a finite number",
+        "above 0 and at most 1,000,000",
+    ),
+    "missing": ("train.seq_len", ..., "train.seq_len", "is missing", "a whole number from 1"),
     "remat name": ("train.remat", {"save": ["atention_out"]}, "train.remat.save", "did you mean attention_out?", "moe_out"),
     "program twice": ("programs", ["candidate", "candidate"], "programs", "names a program twice", "at most once"),
-    "no program": ("programs", [], "programs", "has 0 entries", "at least 1"),
-    "name with spaces": ("scenario", "a b", "scenario", "characters a name cannot have", "A-Za-z0-9"),
+    "no program": ("programs", [], "programs", "has 0 entries", "a list of 1 to 2 entries, each 'candidate' or 'dropless'"),
+    "name with spaces": ("scenario", "a b", "scenario", "characters a name cannot have", "at most 100 characters (letters, digits"),
+    "no name": ("scenario", "\ud800", "scenario", "holds half a surrogate pair", "at most 100 characters"),
+    "long name": ("scenario", "a" * 101, "scenario", "has 101 characters", "text of at most 100 characters"),
+    "preset of another type": ("model.preset", ["tiny"], "model.preset", "no such preset", "tiny"),
+    "null for a number": ("train.seq_len", None, "train.seq_len", "is null where a whole number belongs", "a whole number from 1"),
+    "list for a number": ("train.seq_len", [4], "train.seq_len", "is a list where a whole number belongs", "a whole number from 1"),
+    "fraction for a count": ("train.seq_len", 4096.0, "train.seq_len", "is 4096.0 where a whole number belongs", "; write 4096"),
+    "number for a name": ("scenario", 7, "scenario", "is 7 where text belongs", 'write "7"'),
+    "number for a mapping": ("compiler_options", 7, "compiler_options", "is 7 where a mapping belongs", "of at most 32 entries"),
+    "nothing or a mapping": ("model.yarn", 7, "model.yarn", "is 7 where a mapping belongs", "null or a mapping with keys of: factor"),
+    "option out of range": (
+        "compiler_options",
+        {"xla_tpu_max_hbm_size_mib": 2**31},
+        "compiler_options.xla_tpu_max_hbm_size_mib",
+        "2147483648 is not what",
+        "a whole number from 0 to 2,147,483,647",
+    ),
     "no topology": ("mesh.topology", ..., "mesh.topology", "is missing", "v5p-512"),
     "option that writes files": (
         "compiler_options",
@@ -152,15 +191,22 @@ STEPS: dict[str, Any] = {
 }
 
 WRONG_STEPS: dict[str, tuple[str, Any, str, str, str]] = {
-    "unknown device": ("steps.devices", "rocm", "steps.devices", "characters a name cannot have", "cpu"),
-    "no device": ("steps.devices", "cpu:0", "steps.devices", "characters a name cannot have", "cpu"),
+    "unknown device": ("steps.devices", "rocm", "steps.devices", "'rocm' names no devices", "auto, gpu, tpu, or cpu:N"),
+    "no device": ("steps.devices", "cpu:0", "steps.devices", "'cpu:0' names no devices", "N from 1 to 64"),
+    "too many devices": ("steps.devices", "cpu:65", "steps.devices", "'cpu:65' names no devices", "N from 1 to 64"),
     "devices against axes": ("steps.devices", "cpu:4", "steps.devices", "asks for 4 devices and the mesh axes multiply to 8", "cpu:8"),
     "slices without topology": ("mesh.slices", 2, "mesh.slices", "the spec names none", "mesh.topology"),
     "wrong topology beside steps": ("mesh.topology", "v5p-7", "mesh.topology", "names count cores", "v5p-512"),
     "unknown field of steps": ("steps.num_step", 4, "steps.num_step", "did you mean num_steps?", "warmup_steps"),
-    "no steps at all": ("steps.num_steps", 0, "steps.num_steps", "0 is out of range", "at least 1"),
+    "no steps at all": (
+        "steps.num_steps",
+        0,
+        "steps.num_steps",
+        "0 is out of range",
+        "a whole number from 1 to 10,000 (steps that are timed)",
+    ),
     "unknown check": ("steps.checks", ["load_ballance"], "steps.checks.0", "is not one of the legal values", "load_balance"),
-    "far look-ahead": ("steps.look_ahead", 2, "steps.look_ahead", "is not one of the legal values", "0 or 1"),
+    "far look-ahead": ("steps.look_ahead", 2, "steps.look_ahead", "2 is out of range", "a whole number from 0 to 1"),
     "overflow without experts": ("steps.force_overflow", "small_factor", "steps.force_overflow", "no buffer to overflow", "none"),
     "overflow on one rank": ("mesh", {"fsdp": 8}, "steps.force_overflow", "all experts on one rank", "mesh.expert of 2"),
     "skew with room for it": ("moe.ragged_buffer_factor", 1.5, "steps.force_overflow", "sends it up to 2 times the mean", "at most 1,"),
@@ -209,6 +255,65 @@ def test_each_wrong_steps_spec_is_told_where_why_and_what_would_be_legal(name: s
     assert where in found, found
     assert message in found[where][0]
     assert legal in found[where][1]
+
+
+SCHEMA = Spec.model_json_schema()
+PLACED = GOOD | {"model": GOOD["model"] | {"yarn": {}}, "steps": {}}
+MISREAD: dict[str, tuple[Any, ...]] = {
+    "integer": (True, False, "4", "yes", 4096.0, 4e3, 0.5, "0200", "1:30", float("inf"), None, [1], {}),
+    "number": (True, False, "0.5", "on", float("nan"), 10**400, None, [1.0], {}),
+    "boolean": (0, 1, 1.0, "yes", "true", "off", None, [True], {}),
+    "string": (True, 1, 0.5, [], {}),
+}
+"""JSON type to values that a lax reader would take for one of it, or trip over."""
+
+
+def fields_of(schema: dict[str, Any], place: tuple[str, ...] = ()) -> Iterator[tuple[str, str, bool]]:
+    """Dotted path, JSON type and whether null is legal, of every field that is one value."""
+    branches = schema.get("anyOf", [schema])
+    chosen = next(branch for branch in branches if branch.get("type") != "null")
+    chosen = SCHEMA["$defs"][chosen["$ref"].rpartition("/")[2]] if "$ref" in chosen else chosen
+    for name, inner in chosen.get("properties", {}).items():
+        yield from fields_of(inner, (*place, name))
+    if chosen.get("type") in MISREAD:
+        yield ".".join(place), chosen["type"], len(branches) > 1
+
+
+@pytest.mark.parametrize(("path", "kind", "nullable"), [*fields_of(SCHEMA)])
+def test_no_value_is_read_as_one_of_another_type(path: str, kind: str, nullable: bool) -> None:
+    for value in MISREAD[kind]:
+        if value is None and nullable:
+            continue
+        told = problems(changed(path, value, of=PLACED))
+        message, legal = told[path]
+        assert len(legal) > 4, value
+        assert not re.search(r"input|valid\b|min_length|\b[gl][te]\b|as the message", f"{message} {legal}"), (message, legal)
+
+
+def test_a_whole_number_stands_for_a_number_and_null_where_nothing_is_meant() -> None:
+    spec = parse_spec(changed("train.learning_rate", 1, of=changed("train.moment_dtype", None)))
+    assert (spec.train.learning_rate, spec.train.moment_dtype) == (1.0, None)
+    assert type(spec.train.learning_rate) is float
+
+
+def test_what_a_problem_shows_is_short_and_can_be_spelled_in_json() -> None:
+    long = "x" * 5000
+    wrong = [
+        changed("train.seq_len", long),
+        changed("train.seq_len", 10**400),
+        changed("train.learning_rate", float("inf")),
+        changed("mesh.topology", long),
+        changed("model.preset", long),
+        changed(f"train.{long}", 1),
+        changed("train.remat", {"save": [long]}),
+        changed("compiler_options", {long: [long]}),
+        changed("programs", [long]),
+    ]
+    for data in wrong:
+        with pytest.raises(SpecError) as caught:
+            parse_spec(data)
+        text = json.dumps([problem.as_dict() for problem in caught.value.problems], allow_nan=False)
+        assert len(text) < 1200, text
 
 
 def test_striped_is_refused_for_engram_even_where_no_rank_shares_the_sequence() -> None:
@@ -280,6 +385,7 @@ def test_an_unknown_preset_is_one_problem_not_one_per_missing_field() -> None:
         ("a: [1", "line 1"),
         ("a: 1\na: 2", "'a' stands twice"),
         ("a: &x 1\nb: *x", "aliases are not taken"),
+        ("a: &x {b: 1}\nc: {<<: *x}", "aliases are not taken"),
         ("1: 2", "key 1 is not a name"),
         ("- a", "this is list"),
         ("", "this is nothing"),
@@ -306,6 +412,8 @@ def test_the_hash_is_of_what_is_weighed_not_of_how_it_was_written() -> None:
     assert parse_spec(changed("mesh.topology", "v5p:2x2x1")).canonical_hash() == spec.canonical_hash()
     assert parse_spec(changed("programs", ["dropless", "candidate"])).canonical_hash() == spec.canonical_hash()
     assert parse_spec(changed("train.seq_len", 2048)).canonical_hash() != spec.canonical_hash()
+    batches = [parse_spec(changed("train.per_device_batch", value)).canonical_hash() for value in (1, 1.0, ...)]
+    assert len(set(batches)) == 1
 
 
 def test_an_override_changes_only_its_field() -> None:

@@ -145,7 +145,7 @@ def test_sizes_are_told_beside_layers_that_cannot_be() -> None:
         {"mlp_dim": None},
         {"experts": None},
         {"first_num_dense_layers": 9},
-        {"engram": tiny.engram.model_copy(update={"layers": (9,), "base_sizes": (2**31, 2**31)}) if tiny.engram else None},
+        {"engram": tiny.engram.model_copy(update={"layers": (9,), "base_sizes": (2**30, 2**30)}) if tiny.engram else None},
     ):
         problems = {problem.path for problem in problems_of(tiny.model_copy(update={"dim": 72, **wrong}), mesh)}
         assert {"model.dim", "model.mla.q_lora_rank"} < problems

@@ -9,9 +9,11 @@ from typing import Any
 import click
 import yaml
 
+from service.spec_text import read_plain
+
 
 def apply_overrides(data: Any, assignments: Iterable[str]) -> Any:
-    """A copy of `data` with each `path=value` put in place; values are YAML, and mappings on the way are made where absent.
+    """A copy of `data` with each `path=value` put in place; values are read as a spec's are, and missing mappings on the way are made.
 
     Raises:
         click.BadParameter: an assignment has no `=`, an empty part, an unreadable value, or leads through something that is no mapping.
@@ -23,9 +25,10 @@ def apply_overrides(data: Any, assignments: Iterable[str]) -> Any:
         if not equals or not all(keys):
             raise click.BadParameter(f"{assignment!r} is not path=value; for example train.seq_len=8192", param_hint="--set")
         try:
-            value = yaml.safe_load(text)
+            value = read_plain(text)
         except yaml.YAMLError as error:
-            raise click.BadParameter(f"the value of {assignment!r} is not readable as YAML", param_hint="--set") from error
+            reason = getattr(error, "problem", None) or str(error)
+            raise click.BadParameter(f"the value of {assignment!r} is not readable as YAML: {reason}", param_hint="--set") from error
         _put(changed, keys, value, assignment)
     return changed
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from service.api.errors import RequestError, body_path
 from service.errors import Problem
-from service.spec import MAX_SPEC_NESTING
+from service.spec_text import MAX_SPEC_NESTING
 
 MAX_NESTING = MAX_SPEC_NESTING + 1
 """Levels of lists and objects in a body: a spec's, and the object that the spec stands in."""

@@ -10,41 +10,56 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 DType = Literal["bfloat16", "float32"]
 ProgramName = Literal["candidate", "dropless"]
-Positive = Annotated[int, Field(ge=1, le=2**40)]
-NonNegative = Annotated[int, Field(ge=0, le=2**40)]
-Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Bounds lie far above anything real. What passes them keeps every index within int32 and every byte count within int64, together with
+# `spec_sizes`, which looks at the products.
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Count = Annotated[int, Field(ge=1, le=2**16)]
+AxisSize = Annotated[int, Field(ge=1, le=2**21)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+Scale = Annotated[float, Field(gt=0, le=1e6)]
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4}
 
 
 class Frozen(BaseModel):
-    """Base of every configuration: immutable, hashable, and strict about unknown fields."""
+    """Base of every configuration: immutable, hashable, and strict about unknown fields and about types: no value is read as another.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    A whole number may stand for a float, and a list for a tuple.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def illegal(message: str, legal: str) -> PydanticCustomError:
+    """An error for a field's validator to raise; `legal` says what would be accepted."""
+    return PydanticCustomError("illegal", "{message}", {"message": message, "legal": legal})
 
 
 class YarnConfig(Frozen):
     """YaRN rope scaling, applied where the sequence exceeds `original_seq_len` (DeepSeek-V3, arXiv 2412.19437, section 4.3)."""
 
-    factor: Annotated[float, Field(ge=1)] = 40.0
+    factor: Annotated[float, Field(ge=1, le=1e6)] = 40.0
     original_seq_len: Positive = 4096
-    beta_fast: Annotated[float, Field(gt=0)] = 32.0
-    beta_slow: Annotated[float, Field(gt=0)] = 1.0
-    mscale: Annotated[float, Field(ge=0)] = 1.0
+    beta_fast: Scale = 32.0
+    beta_slow: Scale = 1.0
+    mscale: Weight = 1.0
 
 
 class MlaConfig(Frozen):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    q_lora_rank: Positive | None = Field(description="rank of the query's projection; null projects at full rank")
-    kv_lora_rank: Positive
-    qk_nope_head_dim: Positive
-    qk_rope_head_dim: Positive
-    v_head_dim: Positive
+    q_lora_rank: Width | None = Field(description="rank of the query's projection; null projects at full rank")
+    kv_lora_rank: Width
+    qk_nope_head_dim: Width
+    qk_rope_head_dim: Width
+    v_head_dim: Width
 
     @property
     def qk_head_dim(self) -> int:
@@ -55,28 +70,28 @@ class MlaConfig(Frozen):
 class ExpertsConfig(Frozen):
     """Mixture of experts: the router's rule and the sizes (DeepSeek-V3, section 2.1.2)."""
 
-    num_experts: Positive
-    num_experts_per_token: Positive
-    expert_dim: Positive = Field(description="hidden width of one expert")
-    num_shared_experts: NonNegative = 1
-    num_groups: Positive = 1
-    num_groups_per_token: Positive = 1
+    num_experts: Annotated[int, Field(ge=1, le=8192)]
+    num_experts_per_token: Count
+    expert_dim: Width = Field(description="hidden width of one expert")
+    num_shared_experts: Annotated[int, Field(ge=0, le=1024)] = 1
+    num_groups: Count = 1
+    num_groups_per_token: Count = 1
     score_func: Literal["sigmoid", "softmax"] = "sigmoid"
     bias: bool = Field(default=True, description="per-expert bias that takes part in the choice, not in the weights")
-    bias_update_rate: Fraction = 0.001
+    bias_update_rate: Weight = 0.001
     normalize: bool = True
-    scaling: Annotated[float, Field(gt=0)] = 2.5
-    balance_loss_weight: Fraction = 0.0001
+    scaling: Scale = 2.5
+    balance_loss_weight: Weight = 0.0001
 
 
 class EngramConfig(Frozen):
     """Conditional memory read by n-gram hash (Engram, arXiv 2601.07372)."""
 
-    layers: tuple[NonNegative, ...] = Field(min_length=1, max_length=64)
+    layers: tuple[NonNegative, ...] = Field(strict=False, min_length=1, max_length=64)
     max_ngram: Annotated[int, Field(ge=2, le=8)]
     num_heads: Positive = Field(description="hash heads per n-gram order")
-    head_dim: Positive = Field(description="width of one table row")
-    base_sizes: tuple[Positive, ...] = Field(description="smallest prime modulus per n-gram order, orders 2 to max_ngram")
+    head_dim: Width = Field(description="width of one table row")
+    base_sizes: tuple[Positive, ...] = Field(strict=False, description="smallest prime modulus per n-gram order, orders 2 to max_ngram")
     kernel_size: Annotated[int, Field(ge=1, le=64)] = 4
     pad_id: NonNegative = 2
     seed: NonNegative = 0
@@ -97,22 +112,30 @@ class EngramConfig(Frozen):
         """Tokens of history the dilated convolution reads: (kernel_size - 1) * max_ngram."""
         return (self.kernel_size - 1) * self.max_ngram
 
-    @model_validator(mode="after")
-    def _one_base_per_order(self) -> EngramConfig:
-        if len(self.base_sizes) != self.num_orders:
-            raise ValueError(
-                f"base_sizes has {len(self.base_sizes)} entries; max_ngram {self.max_ngram} needs {self.num_orders}, one per order from 2"
+    @field_validator("layers")
+    @classmethod
+    def _each_layer_once(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(layers)) != len(layers):
+            raise illegal(f"{list(layers)} names a layer twice", "a list that names each layer once")
+        return layers
+
+    @field_validator("base_sizes")
+    @classmethod
+    def _one_base_per_order(cls, base_sizes: tuple[int, ...], info: Any) -> tuple[int, ...]:  # Any: no protocol at runtime
+        max_ngram = info.data.get("max_ngram", len(base_sizes) + 1)
+        if len(base_sizes) != max_ngram - 1:
+            raise illegal(
+                f"has {len(base_sizes)} of the {max_ngram - 1} entries that max_ngram {max_ngram} needs, one per order from 2",
+                f"a list of {max_ngram - 1}" + (f", or max_ngram {len(base_sizes) + 1}" if 1 <= len(base_sizes) <= 7 else ""),
             )
-        if len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers {list(self.layers)} names a layer twice; name each once")
-        return self
+        return base_sizes
 
 
 class MtpConfig(Frozen):
     """Multi-token prediction (DeepSeek-V3, section 2.2)."""
 
     depth: Annotated[int, Field(ge=0, le=16)] = 0
-    loss_weight: Fraction = 0.1
+    loss_weight: Weight = 0.1
 
 
 class MhcConfig(Frozen):
@@ -125,20 +148,22 @@ class MhcConfig(Frozen):
 class ModelConfig(Frozen):
     """One DeepSeek-style decoder."""
 
-    vocab_size: Positive
-    num_layers: Positive
-    first_num_dense_layers: NonNegative = Field(description="leading layers with a dense feed-forward; the rest are MoE")
-    dim: Positive = Field(description="model width D")
-    num_heads: Positive
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)]
+    num_layers: Annotated[int, Field(ge=1, le=4096)]
+    first_num_dense_layers: Annotated[int, Field(ge=0, le=4096)] = Field(
+        description="leading layers with a dense feed-forward; the rest are MoE"
+    )
+    dim: Width = Field(description="model width D")
+    num_heads: Count
     mla: MlaConfig
-    mlp_dim: Positive | None = Field(description="hidden width of the dense feed-forward; null where no layer is dense")
+    mlp_dim: Width | None = Field(description="hidden width of the dense feed-forward; null where no layer is dense")
     experts: ExpertsConfig | None
     engram: EngramConfig | None = None
     mhc: MhcConfig = MhcConfig()
     mtp: MtpConfig = MtpConfig()
-    rope_theta: Annotated[float, Field(gt=1)] = 10000.0
+    rope_theta: Annotated[float, Field(gt=1, le=1e12)] = 10000.0
     yarn: YarnConfig | None = None
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
 
     @property
     def num_moe_layers(self) -> int:
@@ -150,8 +175,8 @@ class RematConfig(Frozen):
     """Which intermediates a layer keeps for its backward pass, beside what the policy says."""
 
     policy: Literal["full", "minimal", "none"] = "full"
-    save: tuple[str, ...] = Field(default=(), max_length=16, description="named tensors kept on the device")
-    offload: tuple[str, ...] = Field(default=(), max_length=16, description="named tensors kept in host memory")
+    save: tuple[str, ...] = Field(default=(), strict=False, max_length=16, description="named tensors kept on the device")
+    offload: tuple[str, ...] = Field(default=(), strict=False, max_length=16, description="named tensors kept in host memory")
 
 
 REMAT_NAMES = ("attention_out", "mla_q", "mla_kv", "mlp_hidden", "moe_out", "engram_out")
@@ -163,17 +188,17 @@ class TrainConfig(Frozen):
 
     seq_len: Positive
     per_device_batch: Annotated[float, Field(gt=0, le=2**20)] = Field(
-        default=1, description="sequences per device; may be fractional when the global batch is whole"
+        default=1.0, description="sequences per device; may be fractional when the global batch is whole"
     )
     dtype: DType = "bfloat16"
     param_dtype: DType = "float32"
     moment_dtype: DType | None = Field(default=None, description="of both AdamW moments; null is the parameters' dtype")
     optimizer: Literal["adamw"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
-    weight_decay: Fraction = 0.1
+    learning_rate: Scale = 3e-4
+    weight_decay: Weight = 0.1
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     attention: Literal["dot_product", "flash"] = "dot_product"
     remat: RematConfig = RematConfig()
     vocab_chunks: Positive = Field(default=1, description="pieces the sequence's logits are computed in, so that they never stand whole")
@@ -204,28 +229,28 @@ class MoeConfig(Frozen):
     """How mixture-of-experts layers are run."""
 
     ragged_buffer_factor: float = Field(
-        default=-1.0, description="receive rows as a share of the local assignments; -1 is the worst case, which never drops"
+        default=-1.0,
+        description="receive rows as a share of the local assignments, above 0 and at most 1,024; -1 is the worst case, which never drops",
     )
     retry_when_tokens_dropped: bool = False
     dropless: DroplessConfig = DroplessConfig()
 
-    @model_validator(mode="after")
-    def _factor_is_worst_case_or_positive(self) -> MoeConfig:
-        if self.ragged_buffer_factor != -1 and not 0 < self.ragged_buffer_factor <= 1024:
-            raise ValueError(
-                f"ragged_buffer_factor is {self.ragged_buffer_factor}; use -1 for the worst case, or a factor above 0 (0.125, 1, 2)"
-            )
-        return self
+    @field_validator("ragged_buffer_factor")
+    @classmethod
+    def _worst_case_or_positive(cls, factor: float) -> float:
+        if factor != -1 and not 0 < factor <= 1024:
+            raise illegal(f"{factor:g} is out of range", "-1 for the worst case, or a factor above 0 and at most 1,024")
+        return factor
 
 
 class MeshAxes(Frozen):
     """How many devices each mesh axis has; their product is the number of devices."""
 
-    data: Positive = 1
-    fsdp: Positive = 1
-    expert: Positive = 1
-    context: Positive = 1
-    tensor: Positive = 1
+    data: AxisSize = 1
+    fsdp: AxisSize = 1
+    expert: AxisSize = 1
+    context: AxisSize = 1
+    tensor: AxisSize = 1
 
     @property
     def num_devices(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from service.models.config import Frozen
+from service.models.config import Frozen, illegal
 
 MAX_CPU_DEVICES = 64
 
@@ -30,9 +31,7 @@ CHECKS: tuple[CheckName, ...] = get_args(CheckName)
 class StepsConfig(Frozen):
     """Real train steps on attached devices: where, how many, and what is proven with them."""
 
-    devices: Annotated[str, Field(pattern=r"^(auto|gpu|tpu|cpu:[1-9][0-9]?)$")] = Field(
-        default="auto", description="cpu:N (N virtual devices of the host), gpu, tpu, or auto: whatever is attached"
-    )
+    devices: str = Field(default="auto", description="cpu:N (N virtual devices of the host), gpu, tpu, or auto: whatever is attached")
     model: Literal["full", "tiny-of-same-shape"] = Field(
         default="full", description="tiny-of-same-shape: fewer layers and experts, narrower widths, every mechanism kept"
     )
@@ -40,15 +39,25 @@ class StepsConfig(Frozen):
     warmup_steps: Annotated[int, Field(ge=0, le=100)] = Field(default=2, description="steps before them: real, but not timed")
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(default=0, description="of the parameters and of the data")
     matmul_precision: Literal["default", "high", "highest"] = "highest"
-    look_ahead: Literal[0, 1] = Field(
+    look_ahead: Annotated[int, Field(ge=0, le=1)] = Field(
         default=1, description="candidate steps started before the flag of the one before is read; 1 hides the read and holds a third state"
     )
     force_overflow: Literal["none", "small_factor", "skewed_router"] = Field(
         default="none",
         description="make the candidate overflow in every step: a buffer below the mean load, or a router that prefers few experts",
     )
-    checks: tuple[CheckName, ...] = Field(default=CHECKS, max_length=len(CHECKS), description="those that do not apply say so")
+    checks: tuple[CheckName, ...] = Field(
+        default=CHECKS, strict=False, max_length=len(CHECKS), description="those that do not apply say so"
+    )
     check_steps: Annotated[int, Field(ge=1, le=1000)] = Field(default=10, description="steps of each run that a check compares")
+
+    @field_validator("devices")
+    @classmethod
+    def _known_devices(cls, devices: str) -> str:
+        count = re.fullmatch(r"cpu:([1-9][0-9]?)", devices)
+        if devices not in ("auto", "gpu", "tpu") and (count is None or int(count[1]) > MAX_CPU_DEVICES):
+            raise illegal(f"{devices!r:.80} names no devices", f"auto, gpu, tpu, or cpu:N with N from 1 to {MAX_CPU_DEVICES}")
+        return devices
 
     @property
     def total_steps(self) -> int:
