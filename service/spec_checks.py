@@ -16,6 +16,7 @@ from service.models.primes import INT32_MAX
 from service.spec_engram import check_engram, check_engram_halo, check_engram_order, check_engram_padding, check_engram_row_ids
 from service.spec_problems import nearest, shorten
 from service.spec_sharding import check_sharding
+from service.spec_sizes import check_dims, check_intermediates, check_parameters, check_tokens
 from service.steps.config import MAX_CPU_DEVICES
 
 Sections = Mapping[str, Any]
@@ -25,7 +26,7 @@ Checks = Sequence[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]]
 
 def check_spec(sections: Sections) -> list[Problem]:
     """Every problem that stands between the fields of the sections given."""
-    return list(_run(_CHECKS, sections))
+    return list(_run(_CHECKS, sections)) or list(_run(_PRODUCTS, sections))
 
 
 def _run(checks: Checks, sections: Sections) -> Iterator[Problem]:
@@ -300,10 +301,12 @@ _CHECKS: Checks = (
     (("mesh", "steps"), _target),
     (("mesh",), _topology),
     (("train", "mesh"), _batch),
+    (("train", "mesh"), check_tokens),
     (("train", "mesh", "context"), _sequence),
     (("model",), _architecture),
     (("model", "mesh"), _experts),
     (("model", "mesh"), check_sharding),
+    (("model", "mesh"), check_dims),
     (("model",), check_engram),
     (("model", "mesh"), check_engram_padding),
     (("model", "train", "mesh"), check_engram_row_ids),
@@ -316,3 +319,8 @@ _CHECKS: Checks = (
     (("train",), _remat),
     (("compiler_options",), _compiler_options),
 )
+_PRODUCTS: Checks = (
+    (("model", "mesh"), check_parameters),
+    (("model", "train", "mesh", "context", "moe"), check_intermediates),
+)
+"""Closed forms, of sizes that fit together: looked at where the checks above found nothing."""
