@@ -83,9 +83,10 @@ def test_what_is_run_is_the_specs_unless_asked_otherwise(make_config: Callable[.
     forced, _ = configure(full, StepsConfig(force_overflow="small_factor"))
     assert forced.moe.ragged_buffer_factor == FORCED_FACTOR
     assert configure(full, StepsConfig(force_overflow="skewed_router"))[0] == full
+    full = make_config(model=full.model.model_copy(update={"mlp_dim": 200}))
     reduced, changes = configure(full, StepsConfig(model="tiny-of-same-shape"))
     assert reduced.train == full.train
-    assert changes["num_heads"] == ("8", "4")
+    assert changes["mlp_dim"] == ("200", "96")
     assert reduced.model.dim == full.model.dim, "smaller than the reduction already"
 
 
