@@ -1,4 +1,4 @@
-"""Reads YAML or JSON text as plain data, one spelling for each kind of value, so that nothing is read as what it does not look like.
+"""Reads YAML or JSON text as plain data and writes it, one spelling for each kind of value: nothing is read as what it does not look like.
 
 The usual YAML 1.1 reader takes `yes` for true, `0200` for 128, `1:30` for 90 and `2026-01-01` for a date. Here numbers are decimal
 (`4000`, `0.5`, `3e-4`), `true` and `false` are the booleans, `null` is null, and everything else that is not quoted is text.
@@ -24,6 +24,11 @@ def read_plain(text: str) -> Any:
         yaml.YAMLError: the text is neither, or uses an alias, a tag, a merge key, a key twice, a key that is no text, or deep nesting.
     """
     return yaml.load(text, Loader=_PlainLoader)
+
+
+def write_plain(data: Any) -> str:
+    """YAML that `read_plain` reads as the same data: text that looks like another kind of value is quoted."""
+    return yaml.dump(data, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -84,3 +89,12 @@ for _tag, _pattern, _first in (
     _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"{_pattern}\Z"), _first)
 _PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_whole_number)
 _PlainLoader.add_constructor("tag:yaml.org,2002:float", _PlainLoader.construct_number)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Quotes by what the reader here would take a text for."""
+
+    yaml_implicit_resolvers = _PlainLoader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

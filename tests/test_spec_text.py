@@ -6,10 +6,12 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.errors import SpecError
 from service.spec import load_spec, parse_spec
-from service.spec_text import MAX_DIGITS, MAX_SPEC_NESTING, read_plain
+from service.spec_text import MAX_DIGITS, MAX_SPEC_NESTING, read_plain, write_plain
 from weighbridge.overrides import apply_overrides
 
 READ: dict[str, Any] = {
@@ -122,3 +124,9 @@ def test_a_billion_laughs_are_refused_at_the_first() -> None:
     with pytest.raises(SpecError, match=r"aliases are not taken; write the value out"):
         load_spec("\n".join(lines))
     assert time.monotonic() - started < 1
+
+
+@given(st.text(max_size=12) | st.sampled_from(["4e3", "yes", "true", "null", "0200", "1:30", "2026-01-01", "<<", "*a", "-", "1.5"]))
+def test_what_is_written_is_read_as_the_same_data(text: str) -> None:
+    data = {"scenario": text, "list": [text, 4000, 3e-4, 1e16, True, None], "again": [[4, 5], [4, 5]]}
+    assert read_plain(write_plain(data)) == data

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from service.api.contexts import JOB_STATES, VERDICTS, Moment, Verdict, moment, topology_sentence
 from service.api.phase_words import PHASE_WORDS, failure_title, phase_words, words_of
 from service.api.program_context import ProgramView, program_view
 from service.api.steps_context import StepsView, event_detail, steps_sentence
 from service.records import TERMINAL, Event, Failure, Job, JobStatus, Pair, Report
 from service.retry import weigh_retry
+from service.spec_text import write_plain
 from service.steps.interface import STEPS_PROGRAM
 from service.storage.interface import Artifact
 from service.units import format_bytes, format_parameters
@@ -148,7 +147,7 @@ def job_context(
         failure_title="" if failure is None else failure_title(failure, _words_at_end(failure, reports, events, real_steps)),
         steps=tuple(step for event in events if (step := _step(event)) is not None),
         artifacts=tuple(ArtifactLine(entry.name, f"/api/v1/jobs/{job.id}/artifacts/{entry.name}", entry.size_bytes) for entry in artifacts),
-        spec_yaml=yaml.safe_dump(json.loads(json.dumps(dict(job.spec))), sort_keys=False, allow_unicode=True, width=100),
+        spec_yaml=write_plain(json.loads(json.dumps(dict(job.spec)))),
         created=moment(job.created_at),
         started=moment(job.started_at),
         finished=moment(job.finished_at),
