@@ -345,6 +345,7 @@ def test_a_pair_that_does_not_fit_is_told_by_the_exit_code(run: Run, spec_file: 
     reports = {name: make_report(name).model_copy(update=nearly_full) for name in ("candidate", "dropless")}
     result, _ = run("compile", str(spec_file), reports=reports)
     assert "pair  ✗ do not fit" in result.stdout
+    assert "which does not fit; without it the pair does [steps.look_ahead: 0]" in " ".join(result.stdout.split())
     assert result.exit_code == 1
     patient, _ = run("compile", str(spec_file), "--set", "steps.look_ahead=0", reports=reports)
     assert patient.exit_code == 0

@@ -241,6 +241,11 @@ def test_a_pair_stands_on_the_page_of_a_spec_that_retries() -> None:
     html = bytes(render("job.html", context).body).decode()
     assert "dropless, with 48.06 GiB of head-room" in html
     assert job_context(make_job(), reports, program=None, events=[], artifacts=[]).pair is None
+    capacity = reports[0].capacity_bytes
+    assert capacity is not None
+    full = [report.model_copy(update={"allocated_bytes": capacity - 1, "headroom_bytes": 1}) for report in reports]
+    html = bytes(render("job.html", job_context(make_job(spec=spec), full, program=None, events=[], artifacts=[])).body).decode()
+    assert "which does not fit; with <code>steps.look_ahead: 0</code> the pair does." in html
 
 
 def test_measured_times_say_what_retrying_costs_and_nonsense_is_ignored(client: TestClient, store: SqlStore) -> None:
