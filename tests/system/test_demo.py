@@ -27,7 +27,9 @@ from tests.system.sites import PATIENCE_SECONDS, Site, runs
 from weighbridge import demo as demo_module
 from weighbridge.client import Client, JobEvent
 
-COMMAND = (sys.executable, "-c", "from weighbridge.cli import main; main()", "demo", "--port", "0", "--example", "tiny-v5e-4")
+CODE = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from weighbridge.cli import main; main()"
+"""Under nohup the tests ignore SIGHUP, and so would all that they start."""
+COMMAND = (sys.executable, "-c", CODE, "demo", "--port", "0", "--example", "tiny-v5e-4")
 
 
 def answer_beforehand(data_dir: Path) -> None:
