@@ -63,9 +63,9 @@ def test_every_check_of_the_public_case_passes(run: Run, fsdp: int, context: int
 CHECK_ALONE = {"moe": {"ragged_buffer_factor": -1, "retry_when_tokens_dropped": False}}
 
 
-def load_balance_losses(run: Run, fix: str) -> tuple[CheckStatus, list[float]]:
+def load_balance_losses(run: Run, fix: str, *, seed: int = 0) -> tuple[CheckStatus, list[float]]:
     """The load-balance check's outcome with a fix taken out, and the deviation of each step's loss."""
-    steps = {"num_steps": 1, "warmup_steps": 0, "check_steps": 10, "checks": ["load_balance"]}
+    steps = {"num_steps": 1, "warmup_steps": 0, "check_steps": 10, "checks": ["load_balance"], "seed": seed}
     report = run({**CHECK_ALONE, "steps": steps}, command=(sys.executable, str(BROKEN), fix))
     assert report.failure is None
     (check,) = report.checks
@@ -94,9 +94,10 @@ def test_without_the_halo_fix_a_kernel_that_is_not_zero_is_off_at_once(run: Run)
 
 
 def test_with_every_fix_a_kernel_that_is_not_zero_is_right(run: Run) -> None:
-    _, deviations = load_balance_losses(run, "kernel")
-    # In step 7 two experts' scores for a token tie to the last bit and it changes its expert, which the check tells; before that all agree.
-    assert max(deviations[:7]) <= 1e-6
+    # With other seeds two experts' scores for a token come to tie to the last bit and it changes its expert, which the check tells.
+    status, deviations = load_balance_losses(run, "kernel", seed=2)
+    assert status is CheckStatus.PASSED
+    assert max(deviations) <= 1e-6
 
 
 def losses(report: StepsReport) -> list[float | None]:
