@@ -6,6 +6,7 @@ The usual YAML 1.1 reader takes `yes` for true, `0200` for 128, `1:30` for 90 an
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -28,7 +29,9 @@ def read_plain(text: str) -> Any:
 
 def write_plain(data: Any) -> str:
     """YAML that `read_plain` reads as the same data: text that looks like another kind of value is quoted."""
-    return yaml.dump(data, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, width=100)
+    # PyYAML leaves some line breaks of Unicode bare (U+0085) and reads them back as spaces; with one of them all is escaped.
+    is_printable = json.dumps(data, ensure_ascii=False).isprintable()
+    return yaml.dump(data, Dumper=_PlainDumper, sort_keys=False, allow_unicode=is_printable, width=100)
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.errors import SpecError
@@ -127,6 +127,7 @@ def test_a_billion_laughs_are_refused_at_the_first() -> None:
 
 
 @given(st.text(max_size=12) | st.sampled_from(["4e3", "yes", "true", "null", "0200", "1:30", "2026-01-01", "<<", "*a", "-", "1.5"]))
+@example("\x85")
 def test_what_is_written_is_read_as_the_same_data(text: str) -> None:
     data = {"scenario": text, "list": [text, 4000, 3e-4, 1e16, True, None], "again": [[4, 5], [4, 5]]}
     assert read_plain(write_plain(data)) == data
