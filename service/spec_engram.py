@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from service.errors import Problem
@@ -27,36 +28,37 @@ def check_engram(model: Any) -> Iterator[Problem]:
         yield Problem(
             "model.engram.pad_id", engram.pad_id, f"is outside the vocabulary of {model.vocab_size}", f"at most {model.vocab_size - 1}"
         )
-    yield from _table_rows(engram)
+    yield from _row_problems(engram)
 
 
-def _table_rows(engram: EngramConfig) -> Iterator[Problem]:
+@lru_cache(maxsize=8)
+def _row_problems(engram: EngramConfig) -> tuple[Problem, ...]:
+    """What is wrong with the tables' rows, looked at once: the search for the primes of tables that are too large is not remembered."""
     # The bases alone, and the sum as it grows, end the search for the primes of a table that is too large.
     rows = sum(engram.base_sizes) * engram.num_heads
     if rows > INT32_MAX:
-        yield Problem(
-            "model.engram.base_sizes",
-            list(engram.base_sizes),
-            f"the flat table would have at least {rows:,} rows, beyond what int32 row ids can address",
-            f"base sizes that sum to at most {INT32_MAX // engram.num_heads:,} with {engram.num_heads} heads",
-        )
-        return
+        beyond = f"the flat table would have at least {rows:,} rows, beyond what int32 row ids can address"
+        legal = f"base sizes that sum to at most {INT32_MAX // engram.num_heads:,} with {engram.num_heads} heads"
+        return (Problem("model.engram.base_sizes", list(engram.base_sizes), beyond, legal),)
     try:
         layer_primes(engram)
     except ValueError as error:
-        yield Problem(
-            "model.engram.num_heads",
-            engram.num_heads,
-            f"every head of every order and layer takes a prime of its own, and {error}",
-            "fewer heads, smaller base_sizes or a smaller max_ngram",
-        )
+        taken = f"every head of every order and layer takes a prime of its own, and {error}"
+        return (Problem("model.engram.num_heads", engram.num_heads, taken, "fewer heads, smaller base_sizes or a smaller max_ngram"),)
+    return ()
+
+
+def _largest_table_rows(engram: EngramConfig | None) -> int | None:
+    """Rows of the largest table, pads apart; None without Engram, and where `_row_problems` says that there are too many."""
+    if engram is None or _row_problems(engram):
+        return None
+    return max(num_table_rows(engram, layer) for layer in engram.layers)
 
 
 def check_engram_padding(model: Any, mesh: Any) -> Iterator[Problem]:
-    engram = model.engram
-    if engram is None or any(_table_rows(engram)):
+    engram, rows = model.engram, _largest_table_rows(model.engram)
+    if rows is None:
         return
-    rows = max(num_table_rows(engram, layer) for layer in engram.layers)
     try:
         num_padded_rows(rows, num_row_shards(engram, mesh) or 1)
     except ValueError as error:
@@ -65,10 +67,9 @@ def check_engram_padding(model: Any, mesh: Any) -> Iterator[Problem]:
 
 def check_engram_row_ids(model: Any, train: Any, mesh: Any) -> Iterator[Problem]:
     """The gradient of a table that is cut by columns numbers its rows and the ids of a data rank's tokens together (`engram_table`)."""
-    engram = model.engram
-    if engram is None or any(_table_rows(engram)) or num_row_shards(engram, mesh) is not None:
+    engram, rows = model.engram, _largest_table_rows(model.engram)
+    if rows is None or num_row_shards(engram, mesh) is not None:
         return
-    rows = max(num_table_rows(engram, layer) for layer in engram.layers)
     ids = round(train.per_device_batch * mesh.num_devices) // mesh.data * train.seq_len * engram.num_heads * engram.num_orders
     if rows + ids > INT32_MAX:
         yield Problem(
