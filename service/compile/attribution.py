@@ -135,13 +135,9 @@ class Attributor:
 
     @cached_property
     def _event_phases(self) -> list[str | None]:
-        """Phase of the instruction of each timeline index, by its own name; None where it has none."""
-        by_name = {i.name: i for i in self._program.instructions.values()}
-        phases: list[str | None] = []
-        for name in self._memory.event_instructions:
-            instruction = by_name.get(name)
-            phases.append(parse_scope(instruction.op_name).phase if instruction else None)
-        return phases
+        """Phase of the instruction of each timeline index, by its own name; None where it has none, and at 0, before the first event."""
+        instructions = (self._program.instructions[self._value(buffer_id)[0]] for buffer_id in self._memory.event_buffers)
+        return [None, *(parse_scope(instruction.op_name).phase for instruction in instructions)]
 
     @cached_property
     def _backward_start(self) -> int | None:
