@@ -338,11 +338,9 @@ class _Places:
 
 
 def _whole_program(allocation: Allocation, buffers: Mapping[int, LogicalBuffer], last: int) -> Lifetime:
-    """The stay of an allocation that is reserved throughout: named by the first buffer that fills it, or that ends where it ends."""
-    filling = (buffer_id for buffer_id, _ in allocation.assigned if buffers[buffer_id].size == allocation.size)
-    owner = next(filling, None)
-    if owner is None:
-        owner = next(buffer_id for buffer_id, offset in allocation.assigned if offset + buffers[buffer_id].size == allocation.size)
+    """The stay of an allocation reserved throughout: named by the largest buffer that ends with it, one that fills it if any does."""
+    last_placed = (buffer_id for buffer_id, offset in allocation.assigned if offset + buffers[buffer_id].size == allocation.size)
+    owner = max(last_placed, key=lambda buffer_id: buffers[buffer_id].size)
     shared = tuple(buffer_id for buffer_id, _ in allocation.assigned if buffer_id != owner)
     return Lifetime(allocation.index, owner, allocation.size, 0, 0, last, shared)
 
