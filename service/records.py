@@ -258,6 +258,11 @@ class Pair(Record):
     break_even_probability: float | None = Field(default=None, description="`break_even` of the measured times; null without them")
     step_costs: tuple[StepCost, ...] = Field(default=(), description="`retry_cost` of the measured times; empty without them")
 
+    @property
+    def only_lookahead_is_too_much(self) -> bool:
+        """Both programs fit, and the pair does not where the loop looks ahead."""
+        return bool(self.candidate_fits and self.dropless_fits and not self.fits)
+
 
 class Timings(Record):
     """Wall seconds of each phase of the child, in order; a phase that was not run is null."""

@@ -229,7 +229,7 @@ def _pair(pair: Pair) -> Text:
         pair.fits
     ]
     ahead = {True: "fits", False: "does not fit", None: "is not known to fit"}[pair.fits_with_lookahead]
-    if pair.candidate_fits and pair.dropless_fits and not pair.fits:
+    if pair.only_lookahead_is_too_much:
         ahead += "; without it the pair does [steps.look_ahead: 0]"
     return Text.assemble(
         ("pair  ", "bold"),
