@@ -68,10 +68,15 @@ def shorten(value: Any) -> Any:
     """`value` as a problem shows it: of a bounded length, and of a kind that JSON can spell."""
     if isinstance(value, Mapping):
         return f"a mapping with {len(value)} keys"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, float):
+        value = spell_float(value)
     text = value if isinstance(value, str) else repr(value)
     return value if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "…"
+
+
+def spell_float(value: float) -> float | str:
+    """`value` as JSON can write it: text where it is not finite."""
+    return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel]) -> Problem:
@@ -85,7 +90,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> Problem:
 def _texts(details: ErrorDetails, place: Sequence[Any], model: type[BaseModel], schema: Mapping[str, Any]) -> tuple[str, str]:
     """What is wrong, and what would be legal."""
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
-    legal = _sentence(model, schema) or _from_context(kind, context)
+    legal = _sentence(model, schema) or legal_by_error(kind, context)
     if kind == "illegal":
         return context["message"], context["legal"]
     if kind == "extra_forbidden":
@@ -116,14 +121,18 @@ def _texts(details: ErrorDetails, place: Sequence[Any], model: type[BaseModel], 
     return details["msg"][0].lower() + details["msg"][1:], legal
 
 
-def _from_context(kind: str, context: Mapping[str, Any]) -> str:
+def legal_by_error(kind: str, context: Mapping[str, Any]) -> str:
     """What is legal by the error alone: for what no schema describes, like the parameters of a query."""
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         return f"{words} {_number(context[name])}"
-    if kind in ("too_short", "string_too_short"):
+    if kind == "string_too_short":
+        return f"text of at least {_counted(context['min_length'], 'character', 'characters')}"
+    if kind == "string_too_long":
+        return f"text of at most {_counted(context['max_length'], 'character', 'characters')}"
+    if kind == "too_short":
         return f"at least {context['min_length']:,}"
-    if kind in ("too_long", "string_too_long"):
+    if kind == "too_long":
         return f"at most {context['max_length']:,}"
     return context.get("expected") or _OF_ANOTHER_TYPE.get(kind, "")
 

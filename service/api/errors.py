@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -16,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from service.errors import Problem, ServiceError, SpecError
-from service.spec_problems import problems_of
+from service.spec_problems import legal_by_error, problems_of, spell_float
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +146,8 @@ def _problem(error: Mapping[str, Any], model: type[BaseModel]) -> Problem:
     made = ValidationError.from_exception_data(model.__name__, [{"type": kind, "loc": tuple(error["loc"]), "input": value, "ctx": context}])
     (problem,) = problems_of(made, model)
     if kind in ("string_too_short", "string_too_long"):
-        word, bound = ("at least", context["min_length"]) if kind == "string_too_short" else ("at most", context["max_length"])
-        characters = f"{bound:,} character" + ("" if bound == 1 else "s")
-        return replace(problem, message=f"has {len(str(value)):,} characters", legal=f"text of {word} {characters}")
+        # The bound that was crossed; what else a field may be, as null, does not help whoever gave a text.
+        return replace(problem, legal=legal_by_error(kind, context))
     if kind == "extra_forbidden" and not problem.legal:
         return replace(problem, legal="the parameters that the API's description lists for this path")
     return problem
@@ -160,7 +158,7 @@ def _spellable(value: Any) -> Any:
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return spell_float(value)
     if isinstance(value, Mapping):
         return {_spellable(str(key)): _spellable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
