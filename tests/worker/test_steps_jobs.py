@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ def test_a_worker_that_stops_gives_the_run_back_whole(store: SqlStore, steps: He
         store.get_steps_report(job.id)
 
 
+@pytest.mark.parametrize("slots_of_workers", [(3,), (1, 1)], ids=["one_worker", "two_workers_of_one_host"])
 def test_steps_run_one_job_at_a_time_and_compiles_go_on_beside_them(
     store: SqlStore,
     steps: HeldSteps,
@@ -117,36 +119,18 @@ def test_steps_run_one_job_at_a_time_and_compiles_go_on_beside_them(
     post_steps: PostSteps,
     post: Callable[..., Job],
     wait_until: Wait,
+    slots_of_workers: tuple[int, ...],
 ) -> None:
     first, second = post_steps(1), post_steps(2)
     compiling = post()
-    with running(worker_slots=3):
+    with ExitStack() as workers:
+        for slots in slots_of_workers:
+            workers.enter_context(running(worker_slots=slots))
         assert steps.next_request().spec["scenario"] == "steps-1"
+        # It came last, so whoever takes it has passed over the second steps job.
         compiler.next_call().end()
         wait_until(is_ended(store, compiling))
         assert store.get_job(second.id).status is JobStatus.QUEUED, "its devices are taken, a slot is free"
-        for job in (first, second):
-            steps.outcomes.put(StepsReport(status=StepsStatus.OK, phase="done"))
-            wait_until(is_ended(store, job))
-
-
-def test_two_workers_of_one_host_run_one_steps_job_at_a_time(
-    store: SqlStore,
-    steps: HeldSteps,
-    compiler: HeldCompiler,
-    running: Running,
-    post_steps: PostSteps,
-    post: Callable[..., Job],
-    wait_until: Wait,
-) -> None:
-    first, second = post_steps(1), post_steps(2)
-    compiling = post()
-    with running(worker_slots=1), running(worker_slots=1):
-        assert steps.next_request().spec["scenario"] == "steps-1"
-        # It came last, so the other worker has passed over the second steps job to take it.
-        compiler.next_call().end()
-        wait_until(is_ended(store, compiling))
-        assert store.get_job(second.id).status is JobStatus.QUEUED
         for job in (first, second):
             steps.outcomes.put(StepsReport(status=StepsStatus.OK, phase="done"))
             wait_until(is_ended(store, job))
