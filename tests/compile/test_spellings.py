@@ -141,36 +141,32 @@ def test_no_groups_means_every_device() -> None:
     assert found[0].reach.axes == ("fsdp", "expert", "context")
 
 
+def rows_of_an_all_reduce(num_rows: int) -> list[CollectiveInstance]:
+    """A fusion that sums f32[8,5] over pairs of devices and keeps the first rows."""
+    return read(
+        f"""  %p = f32[8,5] parameter(0)
+  ROOT %f = f32[{num_rows},5] fusion(%p), kind=kCustom, calls=%keep""",
+        before=f"""%keep (w: f32[8,5]) -> f32[{num_rows},5] {{
+  %w = f32[8,5] parameter(0)
+  %z = s32[] constant(0)
+  %a = f32[8,5] all-reduce(%w), channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%sum
+  ROOT %d = f32[{num_rows},5] dynamic-slice(%a, %z, %z), dynamic_slice_sizes={{{num_rows},5}}
+}}""",
+    )
+
+
 def test_plain_reduce_scatter_and_its_fusion_are_one_kind() -> None:
     plain = read(
         """  %p = f32[8,5] parameter(0)
   ROOT %r = f32[4,5] reduce-scatter(%p), channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%sum"""
     )
-    fused = read(
-        """  %p = f32[8,5] parameter(0)
-  ROOT %f = f32[4,5] fusion(%p), kind=kCustom, calls=%keep""",
-        before="""%keep (w: f32[8,5]) -> f32[4,5] {
-  %w = f32[8,5] parameter(0)
-  %z = s32[] constant(0)
-  %a = f32[8,5] all-reduce(%w), channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%sum
-  ROOT %d = f32[4,5] dynamic-slice(%a, %z, %z), dynamic_slice_sizes={4,5}
-}""",
-    )
+    fused = rows_of_an_all_reduce(4)
     assert facts(plain) == facts(fused) == [("reduce-scatter", ("context",), 8 * 5 * 4)]
     assert plain[0].wire_bytes == fused[0].wire_bytes == 80
 
 
 def test_a_slice_that_is_not_its_members_share_leaves_an_all_reduce_what_it_is() -> None:
-    found = read(
-        """  %p = f32[8,5] parameter(0)
-  ROOT %f = f32[1,5] fusion(%p), kind=kLoop, calls=%keep""",
-        before="""%keep (w: f32[8,5]) -> f32[1,5] {
-  %w = f32[8,5] parameter(0)
-  %z = s32[] constant(0)
-  %a = f32[8,5] all-reduce(%w), channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%sum
-  ROOT %d = f32[1,5] dynamic-slice(%a, %z, %z), dynamic_slice_sizes={1,5}
-}""",
-    )
+    found = rows_of_an_all_reduce(1)
     assert facts(found) == [("all-reduce", ("context",), 8 * 5 * 4)]
     assert found[0].wire_bytes == 160
 
