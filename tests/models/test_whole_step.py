@@ -15,11 +15,8 @@ from service.models.axes import make_mesh
 from service.models.config import (
     ContextConfig,
     DroplessConfig,
-    EngramConfig,
-    ExpertsConfig,
     MeshAxes,
     MhcConfig,
-    MlaConfig,
     ModelConfig,
     MoeConfig,
     MtpConfig,
@@ -36,26 +33,12 @@ from service.models.order import Mode, Order
 from service.models.train_step import TrainProgram, build_train_program
 from service.steps.loop import RetryLoop
 from service.steps.programs import discard, has_overflowed, to_host
+from tests.small_model import EVERYTHING, K, V
 
-B, S, V, E, K = 4, 36, 80, 6, 2
+B, S = 4, 36
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
 """Compiles in a third of the time."""
 
-EVERYTHING = ModelConfig(
-    vocab_size=V,
-    num_layers=2,
-    first_num_dense_layers=1,
-    dim=24,
-    num_heads=4,
-    mla=MlaConfig(q_lora_rank=16, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6),
-    mlp_dim=28,
-    experts=ExpertsConfig(
-        num_experts=E, num_experts_per_token=K, expert_dim=12, num_groups=3, num_groups_per_token=2, bias_update_rate=0.125
-    ),
-    engram=EngramConfig(layers=(1,), max_ngram=2, num_heads=2, head_dim=10, base_sizes=(37,), kernel_size=3),
-    mhc=MhcConfig(num_streams=3, sinkhorn_iterations=2),
-    mtp=MtpConfig(depth=2),
-)
 DENSE = EVERYTHING.model_copy(update={"num_layers": 1, "experts": None, "engram": None})
 MOE = EVERYTHING.model_copy(
     update={"num_layers": 1, "first_num_dense_layers": 0, "engram": None, "mhc": MhcConfig(), "mtp": MtpConfig(depth=1)}

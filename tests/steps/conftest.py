@@ -7,34 +7,21 @@ from typing import Any
 
 import pytest
 
-from service.models.config import (
-    ContextConfig,
-    DroplessConfig,
-    EngramConfig,
-    ExpertsConfig,
-    MeshAxes,
-    MhcConfig,
-    MlaConfig,
-    ModelConfig,
-    MoeConfig,
-    MtpConfig,
-    StepConfig,
-    TrainConfig,
-)
+from service.models.config import ContextConfig, DroplessConfig, MeshAxes, MhcConfig, MoeConfig, MtpConfig, StepConfig, TrainConfig
+from tests.small_model import EVERYTHING
 
-MODEL = ModelConfig(
-    vocab_size=80,
-    num_layers=2,
-    first_num_dense_layers=1,
-    dim=24,
-    num_heads=8,
-    mla=MlaConfig(q_lora_rank=16, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6),
-    mlp_dim=28,
-    experts=ExpertsConfig(num_experts=6, num_experts_per_token=2, expert_dim=16, num_groups=3, num_groups_per_token=2),
-    engram=EngramConfig(layers=(1,), max_ngram=2, num_heads=2, head_dim=12, base_sizes=(37,), kernel_size=4),
-    mhc=MhcConfig(num_streams=2),
-    mtp=MtpConfig(depth=1),
+assert EVERYTHING.experts is not None
+assert EVERYTHING.engram is not None
+MODEL = EVERYTHING.model_copy(
+    update={
+        "num_heads": 8,
+        "experts": EVERYTHING.experts.model_copy(update={"expert_dim": 16, "bias_update_rate": 0.001}),
+        "engram": EVERYTHING.engram.model_copy(update={"head_dim": 12, "kernel_size": 4}),
+        "mhc": MhcConfig(num_streams=2),
+        "mtp": MtpConfig(depth=1),
+    }
 )
+"""Every size that eight devices cut divides."""
 
 
 @pytest.fixture
